@@ -1,0 +1,218 @@
+"""Read and write weights: our layout, the released one, and every wrapper and prefix found around either.
+
+Nothing here runs code from a file: safetensors are preferred, pickles are read with ``weights_only=True`` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+__all__ = ["from_released", "load_weights", "read_state_dict", "save_weights", "to_released"]
+
+StateDict = dict[str, Tensor]
+_Table = tuple[tuple[str, str], ...]
+
+# (ours, released) for every renamed parameter; in a dynamic block the first group applies, in a static one the second.
+_RENAMED_DYNAMIC: _Table = (
+    ("conv.weight", "dwc.w"),
+    ("conv.bias", "dwc.b"),
+    ("conv.proj1.", "dwc.wfm.0."),
+    ("conv.proj2.", "dwc.wfm.2."),
+    ("fc1.weight", "linear1.w"),
+    ("fc1.bias", "linear1.b"),
+    ("fc1.proj.", "linear1.wfm."),
+    ("fc1.w1", "linear1.w1"),
+    ("fc1.w2", "linear1.w2"),
+    ("fc2.", "linear2."),
+)
+_RENAMED_STATIC: _Table = (("conv.", "dwc."), ("fc1.", "linear1."), ("fc2.", "linear2."))
+_RENAMED_OUTSIDE: _Table = (("embed_norm.", "init_norm."),)
+
+_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
+_PREFIX = re.compile(r"^(module|_orig_mod|model|ema|averaged)\.")
+# Averaged weights first: they are what an evaluation should read.
+_WRAPPERS = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "state_dict", "model", "module")
+
+
+def from_released(state_dict: Mapping[str, Tensor]) -> StateDict:
+    """The released key layout (SPEC section 8 of the project's notes: ``dwc``, ``linear1.wfm``, ...) in our names.
+
+    Keys that are already ours pass unchanged; values are never touched.
+    """
+    dynamic = {m[1] for key in state_dict if (m := re.match(r"(blocks\.\d+\.)linear1\.wfm\.", key))}
+    return {_rename(key, dynamic, to_ours=True): value for key, value in state_dict.items()}
+
+
+def to_released(state_dict: Mapping[str, Tensor]) -> StateDict:
+    """Our key layout in the released names; the exact inverse of `from_released`."""
+    dynamic = {m[1] for key in state_dict if (m := re.match(r"(blocks\.\d+\.)fc1\.proj\.", key))}
+    return {_rename(key, dynamic, to_ours=False): value for key, value in state_dict.items()}
+
+
+def _rename(key: str, dynamic_blocks: set[str], to_ours: bool) -> str:
+    if match := _BLOCK.fullmatch(key):
+        block, rest = match.groups()
+        table = _RENAMED_DYNAMIC if block in dynamic_blocks else _RENAMED_STATIC
+    else:
+        block, rest, table = "", key, _RENAMED_OUTSIDE
+    for ours, released in table:
+        old, new = (released, ours) if to_ours else (ours, released)
+        if rest == old or (old.endswith(".") and rest.startswith(old)):
+            return block + new + rest[len(old) :]
+    return key
+
+
+def load_weights(
+    model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Any], strict: bool = True
+) -> nn.Module:
+    """Load weights into a model, in our layout or the released one, whatever wraps them.
+
+    Args:
+        model: a model of ours (or any timm model, whose own names then apply).
+        source: a ``.safetensors`` file, a PyTorch file, a folder that holds ``model.safetensors``, or a mapping
+            (a state dict, or a checkpoint that contains one). Averaged (EMA) weights are taken where there are any.
+        strict: for evaluation: every parameter must be there in its shape. ``False`` is for fine-tuning: a head of
+            another class count stays as initialised and a stem of another channel count is adapted, with one warning.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file cannot be read safely, holds no weights, does not fit (with both shapes), or fits less
+            than 95 % of the model.
+    """
+    where = "the given state dict" if isinstance(source, Mapping) else os.fspath(source)
+    raw = source if isinstance(source, Mapping) else read_state_dict(source)
+    given = from_released(_unwrap(raw, where))
+    own = model.state_dict()
+    notes, fresh = ([], set()) if strict else _adapt(model, given, own)
+
+    fit = {k: v for k, v in given.items() if k in own and v.shape == own[k].shape}
+    wrong = [f"{k}: file {_shape(v)}, model {_shape(own[k])}" for k, v in given.items() if k in own and k not in fit]
+    missing = [k for k in own if k not in given and k not in fresh]
+    unexpected = [k for k in given if k not in own]
+    problems = [
+        f"{name} ({len(items)}): {', '.join(items[:4])}{', ...' if len(items) > 4 else ''}"
+        for name, items in (("other shape", wrong), ("missing", missing), ("unexpected", unexpected))
+        if items
+    ]
+    share = len(fit) / max(len(own) - len(fresh), 1)
+    if share < 0.95 or (strict and problems):
+        raise ValueError(f"{where} does not fit the model ({share:.0%} of its tensors do): {'; '.join(problems)}")
+    if not strict and (notes or problems):
+        warnings.warn(f"{where}: {'; '.join(notes + problems)}", stacklevel=2)
+    model.load_state_dict(fit, strict=strict)
+    return model
+
+
+def save_weights(model: nn.Module, path: str | os.PathLike[str], released: bool = False) -> None:
+    """Write a model's weights as safetensors, in our layout or, with ``released``, in the released one."""
+    state_dict = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    save_file(to_released(state_dict) if released else state_dict, os.fspath(path))
+
+
+def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The content of a weight file, on the CPU, without ever running code from it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is damaged, of another kind, or asks for a function to be called while it is read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"no weight file at {path}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        # Released training checkpoints carry their configuration; inert stand-ins let it be read past.
+        inert: list[Any] = [argparse.Namespace, (_InertConfig, "yacs.config.CfgNode")]
+        with torch.serialization.safe_globals(inert):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, EOFError, OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is damaged or is no weight file: {_first_line(error)}") from error
+    except Exception as error:  # pickle.UnpicklingError and whatever a hostile byte stream provokes
+        unsafe = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
+        reason = f"it asks to run {unsafe[1]}, which weights never need" if unsafe else _first_line(error)
+        raise ValueError(f"{path} was refused: {reason}. Convert it to safetensors where it comes from") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict")
+    return content
+
+
+class _InertConfig(dict[str, Any]):
+    """Stands in for a configuration class of another library while a checkpoint is read."""
+
+
+def _unwrap(content: Mapping[str, Any], where: str) -> StateDict:
+    """The state dict inside a checkpoint, without the prefixes of wrappers."""
+    while inner := next((content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping) and content[w]), None):
+        content = inner
+    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
+    while tensors and (match := _PREFIX.match(next(iter(tensors)))):
+        prefix = match[0]
+        tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    if not tensors:
+        raise ValueError(f"{where} holds no weights; its entries: {', '.join(map(str, list(content)[:8])) or 'none'}")
+    return tensors
+
+
+def _adapt(model: nn.Module, given: StateDict, own: StateDict) -> tuple[list[str], set[str]]:
+    """Make a file of other classes or channels fit, in place.
+
+    Returns:
+        What was done, and the model's parameters that stay as initialised.
+    """
+    notes, fresh = [], set()
+    head = _config_name(model, "classifier", "head")
+    heads = {k for k in {*given, *own} if k.startswith(head)}
+    if any(k not in given or k not in own or given[k].shape != own[k].shape for k in heads):
+        before, now = (len(d[f"{head}weight"]) if f"{head}weight" in d else 0 for d in (given, own))
+        for key in heads:
+            given.pop(key, None)
+        fresh = heads & own.keys()
+        notes.append(f"the head for {before} classes was dropped, the model's for {now} starts fresh")
+    stem = _config_name(model, "first_conv", "patch_embed.proj") + "weight"
+    if stem in given and stem in own and given[stem].ndim == own[stem].ndim == 4:
+        before, now = given[stem].shape[1], own[stem].shape[1]
+        if before != now:
+            given[stem] = _adapt_channels(given[stem], now)
+            notes.append(f"the stem was adapted from {before} to {now} channels")
+    return notes, fresh
+
+
+def _adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """A kernel (O, I, h, w) for another number of input channels that keeps the response to equal channels."""
+    source = weight.shape[1]
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    if channels < source:
+        raise ValueError(f"a stem of {source} channels cannot be adapted to {channels}; choose 1 or at least {source}")
+    repeated = weight.repeat(1, -(-channels // source), 1, 1)[:, :channels]
+    return repeated * (source / channels)
+
+
+def _config_name(model: nn.Module, key: str, default: str) -> str:
+    name = getattr(model, "pretrained_cfg", {}).get(key) or default
+    return f"{name[0] if isinstance(name, (tuple, list)) else name}."
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

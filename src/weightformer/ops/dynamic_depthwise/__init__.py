@@ -1,0 +1,35 @@
+"""A depthwise convolution in which every image has its own kernel (maths in README.md here)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weightformer.ops.dispatch import select
+from weightformer.ops.dynamic_depthwise import eager, reference
+
+__all__ = ["dynamic_depthwise_conv2d"]
+
+
+def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+    """``y[b, :, :, c] = x[b, :, :, c] * kernel[b, c] + bias[c]``, zero padding, stride 1.
+
+    Args:
+        x: tokens (B, H, W, C).
+        kernel: one odd-sided kernel per image and channel (B, C, K, K).
+        bias: (C,).
+
+    Returns:
+        (B, H, W, C) in the dtype of ``x``, or in autocast's.
+
+    Raises:
+        ValueError: the kernel's batch or channels differ from the tokens', or its side is even.
+    """
+    if kernel.shape[:2] != (x.shape[0], x.shape[3]) or kernel.shape[2] % 2 == 0:
+        raise ValueError(
+            f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (B, C, K, K), K odd"
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    forms = {"reference": reference.dynamic_depthwise_conv2d, "eager": eager.dynamic_depthwise_conv2d}
+    return select("dynamic_depthwise_conv2d", forms)(x, kernel, bias)

@@ -1,0 +1,47 @@
+"""A linear layer whose weight is predicted from the image (paper, bilateral activation; maths in README.md here)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weightformer.ops.dispatch import select
+from weightformer.ops.dynamic_linear import eager, reference
+
+__all__ = ["dynamic_linear", "linear_weight"]
+
+
+def linear_weight(left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float) -> Tensor:
+    """The predicted weight ``W = dW / (||dW|| + 1) + static`` with ``dW = scale * (left w1)^T (right w2)``.
+
+    The norm runs over the input axis, one per output column. Sums over tokens are taken in float32 at least.
+
+    Args:
+        left: activated features of the pooled tokens (B, P, R).
+        right: likewise (B, P, S).
+        w1: expansion of ``left`` to the input width (R, C).
+        w2: expansion of ``right`` to the output width (S, O).
+        static: the static weight W0 (C, O).
+        scale: C^-0.5 / N, with N the number of tokens before pooling.
+
+    Returns:
+        One weight an image (B, C, O), in float32 at least. Without pooled tokens (P = 0) it is ``static``.
+    """
+    forms = {"reference": reference.linear_weight, "eager": eager.linear_weight}
+    return select("linear_weight", forms)(left, right, w1, w2, static, scale)
+
+
+def dynamic_linear(
+    x: Tensor, left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, bias: Tensor, scale: float
+) -> Tensor:
+    """``x W + bias`` with the weight of `linear_weight`, each image with its own.
+
+    Args:
+        x: tokens (B, N, C).
+        bias: (O,).
+        left, right, w1, w2, static, scale: as in `linear_weight`.
+
+    Returns:
+        (B, N, O) in the dtype of ``x``, or in autocast's.
+    """
+    forms = {"reference": reference.dynamic_linear, "eager": eager.dynamic_linear}
+    return select("dynamic_linear", forms)(x, left, right, w1, w2, static, bias, scale)

@@ -1,0 +1,36 @@
+"""The dynamic linear layer as its formula.
+
+Suffixes: B images, N tokens, P pooled tokens, C input and O output channels, R and S the two ranks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weightformer.ops.precision import full_precision, normalize_update, wide
+
+__all__ = ["dynamic_linear", "linear_weight"]
+
+
+def linear_weight(
+    left_BPR: Tensor, right_BPS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float
+) -> Tensor:
+    with full_precision(left_BPR.device):
+        a_BPC = wide(left_BPR) @ wide(w1_RC)
+        d_BPO = wide(right_BPS) @ wide(w2_SO)
+        update_BCO = scale * (a_BPC.mT @ d_BPO)
+        return normalize_update(update_BCO, dim=1) + static_CO
+
+
+def dynamic_linear(
+    x_BNC: Tensor,
+    left_BPR: Tensor,
+    right_BPS: Tensor,
+    w1_RC: Tensor,
+    w2_SO: Tensor,
+    static_CO: Tensor,
+    bias_O: Tensor,
+    scale: float,
+) -> Tensor:
+    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
+    return x_BNC @ weight_BCO.to(x_BNC.dtype) + bias_O
