@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,23 +139,19 @@ def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        # Released training checkpoints carry their configuration; inert stand-ins let it be read past.
-        inert: list[Any] = [argparse.Namespace, (_InertConfig, "yacs.config.CfgNode")]
+        # Released training checkpoints carry their configuration; an inert stand-in lets it be read past.
+        inert: list[Any] = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
         with torch.serialization.safe_globals(inert):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, EOFError, OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"{path} is damaged or is no weight file: {_first_line(error)}") from error
+        raise ValueError(f"{path} is damaged or is no weight file: {_reason(error)}") from error
     except Exception as error:  # pickle.UnpicklingError and whatever a hostile byte stream provokes
         unsafe = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
-        reason = f"it asks to run {unsafe[1]}, which weights never need" if unsafe else _first_line(error)
+        reason = f"it asks to run {unsafe[1]}, which weights never need" if unsafe else _reason(error)
         raise ValueError(f"{path} was refused: {reason}. Convert it to safetensors where it comes from") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict")
     return content
-
-
-class _InertConfig(dict[str, Any]):
-    """Stands in for a configuration class of another library while a checkpoint is read."""
 
 
 def _unwrap(content: Mapping[str, Any], where: str) -> StateDict:
@@ -214,5 +211,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
+def _reason(error: Exception) -> str:
+    """The sentence that says why; torch puts its own behind a paragraph of advice."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+    return text.splitlines()[0][:200]
