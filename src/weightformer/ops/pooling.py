@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightformer.ops.dispatch import select
 from weightformer.ops.precision import full_precision, wide
 
 __all__ = ["pool_2x2", "region_mean"]
@@ -30,11 +31,10 @@ def pool_2x2(x: Tensor) -> Tensor:
 
 
 def region_mean(x: Tensor, size: int) -> Tensor:
-    """Adaptive average pooling to ``size`` x ``size`` regions, as two products with interval matrices.
+    """Adaptive average pooling to ``size`` x ``size`` regions.
 
     Region i of a side of n tokens is ``[floor(i n / size), ceil((i + 1) n / size))``: neighbouring regions overlap
-    when n is no multiple of ``size``. Equal to ``adaptive_avg_pool2d``, but the exported graph stays right at every
-    height and width, the backward is deterministic on a GPU, and it needs no operator that MPS lacks.
+    when n is no multiple of ``size``.
 
     Args:
         x: tokens (B, H, W, C).
@@ -42,6 +42,20 @@ def region_mean(x: Tensor, size: int) -> Tensor:
 
     Returns:
         Region means (B, size, size, C), in float32 at least.
+    """
+    forms = {"reference": _region_mean_reference, "eager": _region_mean_eager}
+    return select("region_mean", forms)(x, size)
+
+
+def _region_mean_reference(x: Tensor, size: int) -> Tensor:
+    return F.adaptive_avg_pool2d(wide(x).permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)
+
+
+def _region_mean_eager(x: Tensor, size: int) -> Tensor:
+    """Two products with interval matrices.
+
+    The exported graph stays right at every height and width, the backward is deterministic on a GPU, and no operator
+    is needed that MPS lacks.
     """
     batch, height, width, channels = x.shape
     with full_precision(x.device):

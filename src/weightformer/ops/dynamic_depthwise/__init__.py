@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weightformer.ops.dispatch import select
 from weightformer.ops.dynamic_depthwise import eager, reference
+from weightformer.ops.precision import autocast
 
 __all__ = ["dynamic_depthwise_conv2d"]
 
@@ -20,7 +20,7 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         bias: (C,).
 
     Returns:
-        (B, H, W, C) in the dtype of ``x``, or in autocast's.
+        (B, H, W, C) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
 
     Raises:
         ValueError: the kernel's batch or channels differ from the tokens', or its side is even.
@@ -29,7 +29,5 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         raise ValueError(
             f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (B, C, K, K), K odd"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
     forms = {"reference": reference.dynamic_depthwise_conv2d, "eager": eager.dynamic_depthwise_conv2d}
-    return select("dynamic_depthwise_conv2d", forms)(x, kernel, bias)
+    return select("dynamic_depthwise_conv2d", forms)(autocast(x), kernel, bias)

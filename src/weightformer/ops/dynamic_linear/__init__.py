@@ -41,7 +41,7 @@ def dynamic_linear(
         left, right, w1, w2, static, scale: as in `linear_weight`.
 
     Returns:
-        (B, N, O) in the dtype of ``x``, or in autocast's.
+        (B, N, O) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
     """
     forms = {"reference": reference.dynamic_linear, "eager": eager.dynamic_linear}
     return select("dynamic_linear", forms)(x, left, right, w1, w2, static, bias, scale)

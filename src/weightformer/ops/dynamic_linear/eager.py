@@ -50,7 +50,8 @@ def linear_weight(
     left_BPR: Tensor, right_BPS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float
 ) -> Tensor:
     pooled, (r, c), (s, o) = left_BPR.shape[1], w1_RC.shape, w2_SO.shape
-    if cheaper_order(pooled, r, s, c, o) == "tokens":
+    # A symbolic token count (export with free sizes) must not be compared: the graph would hold one side only.
+    if not isinstance(pooled, torch.SymInt) and cheaper_order(pooled, r, s, c, o) == "tokens":
         return reference.linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
     return weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale)
 
