@@ -48,7 +48,7 @@ def region_mean(x: Tensor, size: int) -> Tensor:
 
 
 def _region_mean_reference(x: Tensor, size: int) -> Tensor:
-    return F.adaptive_avg_pool2d(wide(x).permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)
+    return F.adaptive_avg_pool2d(wide(x).permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)  # noqa: TID251 - the definition
 
 
 def _region_mean_eager(x: Tensor, size: int) -> Tensor:

@@ -23,9 +23,9 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype that autocast would give a convolution; unchanged outside autocast."""
+    """``x`` in the dtype that autocast would give a convolution; unchanged outside autocast and in float64."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

@@ -28,7 +28,7 @@ def cheaper_order(tokens: int, r: int, s: int, c: int, o: int) -> str:
 def gram(left_BPR: Tensor, right_BPS: Tensor) -> Tensor:
     """``left^T right`` (B, R, S), in float32 at least: the only part of the weight that sees tokens."""
     with full_precision(left_BPR.device):
-        return wide(left_BPR).mT @ wide(right_BPS)
+        return torch.bmm(wide(left_BPR).mT, wide(right_BPS))  # `@` would bar batch 1 from a graph exported with batch 2
 
 
 def weight_from_gram(gram_BRS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float) -> Tensor:
