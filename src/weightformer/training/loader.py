@@ -106,7 +106,8 @@ class ResumableLoader(DataLoader[Any]):
     iteration starts at the epoch's first batch. The dataset is asked for `Key`\\ s.
 
     Args:
-        dataset: items by (epoch, index), one by one or, with ``__getitems__``, a batch at a time.
+        dataset: items by (epoch, index), one by one or, with ``__getitems__``, a batch at a time. An exception in
+            place of a batch is raised as it is: one raised in a worker would arrive wrapped in that worker's traceback.
         sampler: the order.
         batch_size: items in a batch of this process.
         **options: of ``torch.utils.data.DataLoader``.
@@ -125,6 +126,8 @@ class ResumableLoader(DataLoader[Any]):
         self._restored = False
         self.sampler.start = self._batches * (self.batch_size or 1)
         for batch in super().__iter__():
+            if isinstance(batch, Exception):
+                raise batch
             self._batches += 1
             yield batch
 

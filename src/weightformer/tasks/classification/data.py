@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as tv
 
-from weightformer.tasks.classification.images import ImageReadError, find_images, pixel_limit, read_image
+from weightformer.tasks.classification.datasets import ArrayDataset, Batch, FileDataset
+from weightformer.tasks.classification.images import find_images, read_image
 from weightformer.tasks.classification.sources import (
     SOURCE_CLASSES,
     class_folders,
@@ -27,20 +22,15 @@ from weightformer.tasks.classification.sources import (
     split_folders,
 )
 from weightformer.tasks.classification.transforms import (
-    FinishBatch,
-    check_statistics,
+    BatchAugmentation,
+    Normalize,
     eval_framing,
     eval_transform,
     train_framing,
 )
-from weightformer.training.loader import EpochSampler, Key, ResumableLoader, item_rng
+from weightformer.training.loader import EpochSampler, ResumableLoader
 
-__all__ = ["MEAN_STD", "DataConfig", "ImageData", "eval_transform", "find_images", "read_image"]
-
-MEAN_STD = {"digits": (0.3054, 0.3761), "fashion_mnist": (0.2860, 0.3530)}
-"""Mean and standard deviation of the grey training images, in [0, 1]; measured."""
-
-Batch = tuple[Tensor, Tensor]  # images (B, C, S, S), labels (B,)
+__all__ = ["DataConfig", "ImageData", "eval_transform", "find_images", "read_image"]
 
 
 @dataclass
@@ -89,11 +79,13 @@ class DataConfig:
         for name, low in (("image_size", 1), ("batch_size", 1), ("num_workers", 0), ("max_pixels", 1), ("pad_crop", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"data.{name} must be at least {low}, got {getattr(self, name)}")
+        if self.pad_crop > self.image_size:
+            raise ValueError(f"data.pad_crop ({self.pad_crop}) is larger than the image ({self.image_size})")
         for name in ("hflip", "erasing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name} is a probability in [0, 1], got {getattr(self, name)}")
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"data.crop_pct must be in (0, 1], got {self.crop_pct}")
+        if not 0.1 <= self.crop_pct <= 1:
+            raise ValueError(f"data.crop_pct must be in [0.1, 1], got {self.crop_pct}")
         if self.scale and not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(f"data.scale must be two rising shares in (0, 1], got {list(self.scale)}")
         if not 0 < self.ratio[0] <= self.ratio[1]:
@@ -108,7 +100,7 @@ _RAND_AUGMENT = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d+(\.\d+)?))*")
 
 
 class ImageData:
-    """The training and validation images of a configuration, for one process.
+    """The training and validation images of a configuration, as one process sees them.
 
     Args:
         config: which images, how many at a time, how varied.
@@ -140,15 +132,16 @@ class ImageData:
         class_names: Sequence[str] | None = None,
     ) -> None:
         if config.source != "folder" and in_chans not in (1, 3):
-            raise ValueError(
-                f"data.source {config.source} has grey images: model.in_chans must be 1 or 3, not {in_chans}"
-            )
+            raise ValueError(f"data.source {config.source} is grey: model.in_chans must be 1 or 3, not {in_chans}")
         self.config, self.in_chans, self.seed = config, in_chans, seed
-        self.mean, self.std = check_statistics(in_chans, mean, std)
         self.rank, self.world_size = rank, world_size
+        self._normalize = Normalize(in_chans, mean, std)
+        self._framing = {
+            "train": v2.Compose(train_framing(config, in_chans, mean)),
+            "val": v2.Compose(eval_framing(config)),
+        }
         self._folders = split_folders(config.root or "") if config.source == "folder" else {}
-        self.class_names = self._check_classes(list(class_names) if class_names is not None else None)
-        self._train_framing = v2.Compose(train_framing(config, in_chans, self.mean))
+        self.class_names = self._check_classes(class_names)
 
     @property
     def num_train(self) -> int:
@@ -162,16 +155,16 @@ class ImageData:
 
     @property
     def skipped(self) -> list[str]:
-        """Images that this process could not read so far (``on_bad_image: skip``)."""
-        loaded = [vars(self)[name] for name in ("_train", "_val") if name in vars(self)]
-        return [path for images in loaded if isinstance(images, _Files) for path in images.skipped]
+        """Files that this process could not read so far (``on_bad_image: skip``)."""
+        opened = [value for value in vars(self).values() if isinstance(value, FileDataset)]
+        return [path for dataset in opened for path in dataset.skipped]
 
     def train_loader(self) -> ResumableLoader:
-        """Shuffled, augmented batches: as many on every rank.
+        """Shuffled, augmented batches, as many on every rank.
 
         The last, smaller batch of an epoch is left out, unless it is the only one.
         """
-        sampler = self._sampler(self.num_train, shuffle=True)
+        sampler = self._sampler(self.num_train, train=True)
         return self._loader(self._train, sampler, drop_last=len(sampler) >= self.config.batch_size)
 
     def val_loader(self) -> ResumableLoader:
@@ -179,172 +172,89 @@ class ImageData:
 
         Ranks may differ by one image, or have none; with ``on_bad_image: skip`` a batch may be smaller or empty.
         """
-        return self._loader(self._val, self._sampler(self.num_val, shuffle=False), drop_last=False)
+        return self._loader(self._val, self._sampler(self.num_val, train=False), drop_last=False)
 
-    def _sampler(self, num_items: int, shuffle: bool) -> EpochSampler:
+    def _sampler(self, num_items: int, *, train: bool) -> EpochSampler:
         return EpochSampler(
             num_items,
             seed=self.seed,
-            shuffle=shuffle,
+            shuffle=train,
             rank=self.rank,
             world_size=self.world_size,
-            drop_uneven=shuffle,
+            drop_uneven=train,
         )
 
-    def _loader(self, images: Dataset[Any], sampler: EpochSampler, drop_last: bool) -> ResumableLoader:
+    def _loader(
+        self, dataset: ArrayDataset | FileDataset, sampler: EpochSampler, *, drop_last: bool
+    ) -> ResumableLoader:
         return ResumableLoader(
-            images,
+            dataset,
             sampler,
             self.config.batch_size,
             drop_last=drop_last,
             num_workers=self.config.num_workers,
             persistent_workers=self.config.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            collate_fn=_as_is,
+            collate_fn=_finished,
         )
 
     @cached_property
-    def _train(self) -> _Files | _Arrays:
-        return self._open(train=True)
+    def _train(self) -> ArrayDataset | FileDataset:
+        return self._open("train")
 
     @cached_property
-    def _val(self) -> _Files | _Arrays:
-        return self._open(train=False)
+    def _val(self) -> ArrayDataset | FileDataset:
+        return self._open("val")
 
-    def _open(self, *, train: bool) -> _Files | _Arrays:
-        config = self.config
-        framing = self._train_framing if train else v2.Compose(eval_framing(config))
-
-        def finish(num_items: int) -> FinishBatch:
-            return FinishBatch(config if train else None, self.mean, self.std, seed=self.seed, num_items=num_items)
-
-        if config.source != "folder":
-            images, labels = (
-                load_digits(train=train) if config.source == "digits" else load_fashion_mnist(config.root, train=train)
-            )
-            images = images.expand(-1, self.in_chans, -1, -1)
-            return _Arrays(
-                images,
-                labels,
-                framing,
-                finish(len(labels)),
-                seed=self.seed,
-                one_by_one=train and bool(config.scale or config.rand_augment),
-            )
-        split = "train" if train else "val"
-        if split not in self._folders:
+    def _open(self, split: Literal["train", "val"]) -> ArrayDataset | FileDataset:
+        config, train = self.config, split == "train"
+        paths: list[str] = []
+        if config.source == "digits":
+            images, labels = load_digits(train=train)
+        elif config.source == "fashion_mnist":
+            images, labels = load_fashion_mnist(config.root, train=train)
+        elif split in self._folders:
+            paths, labels = scan_classes(self._folders[split], self.class_names, allow_empty=not train)
+        else:
             raise FileNotFoundError(f"data.root {config.root} holds no {split}/ folder")
-        paths, labels = scan_classes(self._folders[split], self.class_names, allow_empty=not train)
-        return _Files(paths, labels, framing, finish(len(labels)), config, self.in_chans, seed=self.seed, train=train)
+        shared: dict[str, Any] = {
+            "labels": labels,
+            "framing": self._framing[split],
+            "normalize": self._normalize,
+            "augmentation": BatchAugmentation(config, seed=self.seed, num_items=len(labels)) if train else None,
+            "seed": self.seed,
+        }
+        if config.source == "folder":
+            skip_bad = config.on_bad_image == "skip"
+            return FileDataset(paths, in_chans=self.in_chans, max_pixels=config.max_pixels, skip_bad=skip_bad, **shared)
+        one_by_one = train and bool(config.scale or config.rand_augment)
+        return ArrayDataset(images.expand(-1, self.in_chans, -1, -1), one_by_one=one_by_one, **shared)
 
-    def _check_classes(self, given: list[str] | None) -> list[str]:
-        """One list of class names for every split and for the model; an error that lists what differs."""
+    def _check_classes(self, given: Sequence[str] | None) -> list[str]:
+        """One list of class names for every split and for the model, or an error that says what differs."""
         found = {str(folder): class_folders(folder) for folder in self._folders.values()}
         found = found or {f"data.source {self.config.source}": SOURCE_CLASSES[self.config.source]}
-        where, names = ("the model", given) if given is not None else next(iter(found.items()))
-        for place, other in found.items():
-            missing = [name for name in names if name not in other]
-            unknown = [name for name in other if name not in names]
+        where, names = ("the model", list(given)) if given is not None else next(iter(found.items()))
+        if len(set(names)) != len(names):
+            raise ValueError(f"the class names of {where} are not all different: {_some(sorted(names))}")
+        for place, others in found.items():
+            missing = [name for name in names if name not in set(others)]
+            unknown = [name for name in others if name not in set(names)]
             if missing or unknown:
                 raise ValueError(
-                    f"the classes of {place} are not those of {where}"
-                    + (f"; missing: {', '.join(missing)}" if missing else "")
-                    + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+                    f"the classes of {place} are not those of {where}: missing {_some(missing)}; unknown "
+                    f"{_some(unknown)}"
                 )
+            if self.config.source != "folder" and others != names:
+                raise ValueError(f"the classes of {place} are in another order than those of {where}: {_some(names)}")
         return names
 
 
-def _as_is(batch: Batch) -> Batch:
+def _some(names: Sequence[str]) -> str:
+    """Names for a message, the first ten."""
+    return (", ".join(names[:10]) or "none") + (f", ... ({len(names)} in all)" if len(names) > 10 else "")
+
+
+def _finished(batch: Batch) -> Batch:
+    """The datasets collate their batches themselves."""
     return batch
-
-
-class _Arrays(Dataset[Batch]):
-    """Images in memory, (N, C, h, w) uint8, framed a batch at a time where nothing random needs the single image."""
-
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        framing: Callable[[Any], Any],
-        finish: FinishBatch,
-        *,
-        seed: int,
-        one_by_one: bool,
-    ) -> None:
-        self.images, self.labels, self.framing, self.finish = images, labels, framing, finish
-        self.seed, self.one_by_one = seed, one_by_one
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        chosen = [index for _, index in keys]
-        images = self.images[chosen]
-        if self.one_by_one:
-            images = torch.stack([self._frame(image, key) for image, key in zip(images, keys, strict=True)])
-        else:
-            images = self.framing(images)
-        return self.finish(images, keys), self.labels[chosen]
-
-    def _frame(self, image: Tensor, key: Key) -> Tensor:
-        with item_rng(self.seed, *key):
-            return tv.pil_to_tensor(self.framing(tv.to_pil_image(image)))
-
-
-class _Files(Dataset[Batch]):
-    """Images in files, each read when asked for."""
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        labels: Tensor,
-        framing: Callable[[Any], Any],
-        finish: FinishBatch,
-        config: DataConfig,
-        in_chans: int,
-        *,
-        seed: int,
-        train: bool,
-    ) -> None:
-        # One array: a list of millions of strings would be copied into every worker, reference count by count.
-        self.paths = np.array([os.fsencode(path) for path in paths])
-        self.labels, self.framing, self.finish = labels, framing, finish
-        self.config, self.in_chans, self.seed, self.train = config, in_chans, seed, train
-        self.bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # workers report through it
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def skipped(self) -> list[str]:
-        """Paths that could not be read so far, by any worker of this process."""
-        return [os.fsdecode(path) for path in self.paths[self.bad.numpy()]]
-
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        found = [(key, at, image) for key in keys for at, image in self._load(key)]
-        size = self.config.image_size
-        images = torch.stack([image for *_, image in found]) if found else torch.empty(0, self.in_chans, size, size)
-        return self.finish(images, [key for key, *_ in found]), self.labels[[at for _, at, _ in found]]
-
-    def _load(self, key: Key) -> list[tuple[int, Tensor]]:
-        """The framed image of a key with its place in the data set; none if evaluation has to skip it."""
-        epoch, index = key
-        # A substitute depends on the key alone, so that ranks stay in step and a resumed run sees the same images.
-        for offset in range(len(self) if self.train else 1):
-            at = (index + offset) % len(self)
-            if self.bad[at]:
-                continue
-            try:
-                with pixel_limit(self.config.max_pixels), item_rng(self.seed, epoch, index):
-                    image = read_image(os.fsdecode(self.paths[at]), self.in_chans, self.config.max_pixels)
-                    image = self.framing(image)
-            except ImageReadError as error:
-                if self.config.on_bad_image == "error":
-                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such images)") from error
-                warnings.warn(f"skipped: {error}", stacklevel=2)
-                self.bad[at] = True
-                continue
-            return [(at, image if isinstance(image, Tensor) else tv.pil_to_tensor(image))]
-        if self.train:
-            raise ImageReadError(f"none of the {len(self)} training images can be read")
-        return []

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 
-__all__ = ["IMAGE_SUFFIXES", "ImageReadError", "find_images", "images_below", "pixel_limit", "read_image"]
+__all__ = ["IMAGE_SUFFIXES", "ImageReadError", "find_images", "images_below", "own_pixel_limit", "read_image"]
 
 IMAGE_SUFFIXES = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".npy", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -51,8 +51,12 @@ def images_below(folder: str | os.PathLike[str]) -> list[str]:
     Links are followed, as data sets are often made of them, but never in a circle.
     """
     found: list[str] = []
+
+    def fail(error: OSError) -> None:
+        raise error  # a folder that cannot be opened is not an empty one
+
     seen: set[str] = set()
-    for here, folders, files in os.walk(folder, followlinks=True):
+    for here, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         real = os.path.realpath(here)
         if real in seen:
             folders.clear()
@@ -65,11 +69,11 @@ def images_below(folder: str | os.PathLike[str]) -> list[str]:
 
 
 @contextmanager
-def pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Raise PIL's own limit on image size to at least ``max_pixels``, inside this block only."""
-    with _pil_limit:  # the limit is a global of PIL's: one thread at a time may change it
+def own_pixel_limit() -> Iterator[None]:
+    """Lift PIL's limit on image size inside this block, where `read_image` keeps its own."""
+    with _pil_limit:  # it is a global of PIL's: one thread at a time may change it
         before = Image.MAX_IMAGE_PIXELS
-        Image.MAX_IMAGE_PIXELS = None if before is None else max(before, max_pixels)
+        Image.MAX_IMAGE_PIXELS = None
         try:
             yield
         finally:
@@ -80,7 +84,8 @@ def read_image(path: str | os.PathLike[str], in_chans: int, max_pixels: int) -> 
     """One image, turned upright by its EXIF orientation, in the channels that the model takes.
 
     For 1 and 3 channels, a PIL image of mode L or RGB: transparency is laid on white, 16-bit greys are scaled to 8
-    bits by their full range, CMYK, palettes and two-level images are converted. For other channel counts a float
+    bits by their full range, floats from [0, 1], CMYK, palettes and two-level images are converted, and of an animation
+    the first picture is taken. For other channel counts a float
     tensor (C, H, W) from a ``.npy`` array or a TIFF, laid out (H, W, C) or (C, H, W): 8- and 16-bit integers scaled
     to [0, 1] by their full range, floats as they are.
 
@@ -100,10 +105,10 @@ def read_image(path: str | os.PathLike[str], in_chans: int, max_pixels: int) -> 
             return values if in_chans not in (1, 3) else _to_pil(values)
         if in_chans not in (1, 3):
             return _channels_first(_read_tiff(path), in_chans, max_pixels)
-        with pixel_limit(max_pixels), Image.open(path) as image:
+        with own_pixel_limit(), Image.open(path) as image:
             _check_size(image.width * image.height, max_pixels)
-            image = ImageOps.exif_transpose(image)
-            return _to_mode(image, "L" if in_chans == 1 else "RGB")
+            image.load()
+            return _to_mode(_upright(image), "L" if in_chans == 1 else "RGB")
     except (MemoryError, ImportError):
         raise
     except Exception as error:  # decoders raise anything on damaged bytes
@@ -120,16 +125,33 @@ def _check_size(pixels: int, max_pixels: int) -> None:
         )
 
 
+# How to undo each EXIF orientation.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # noqa: BLE001 - damaged metadata fails in any way, and says nothing of the pixels
+        return image
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
 def _to_mode(image: Image.Image, mode: str) -> Image.Image:
     if image.mode == "F" or image.mode.startswith("I"):
         image = _scale_to_8_bits(image)
     elif image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    if image.mode != mode:
-        image = image.convert(mode)
-    image.load()
-    return image
+    return image.convert(mode)  # a copy, that outlives the file, where the mode is right already
 
 
 def _scale_to_8_bits(image: Image.Image) -> Image.Image:
@@ -159,7 +181,7 @@ def _read_tiff(path: Path) -> np.ndarray:
 
 
 def _channels_first(array: np.ndarray, in_chans: int, max_pixels: int) -> Tensor:
-    """An array of either layout as a float tensor (C, H, W)."""
+    """An array of either layout, (C, H, W) where both fit, as a float tensor (C, H, W)."""
     if array.ndim == 2:
         array = array[None]
     elif array.ndim == 3 and array.shape[0] != in_chans and array.shape[2] == in_chans:
@@ -167,9 +189,10 @@ def _channels_first(array: np.ndarray, in_chans: int, max_pixels: int) -> Tensor
     if array.ndim != 3 or array.shape[0] != in_chans:
         raise ImageReadError(f"its shape {array.shape} has no axis of {in_chans} channels (model.in_chans)")
     _check_size(array.shape[1] * array.shape[2], max_pixels)
-    if array.dtype not in (np.uint8, np.uint16) and array.dtype.kind != "f":
+    kind, width = array.dtype.kind, array.dtype.itemsize
+    if kind != "f" and not (kind == "u" and width <= 2):
         raise ImageReadError(f"its values are {array.dtype}; give uint8, uint16 or floats")
-    white = 1 if array.dtype.kind == "f" else np.iinfo(array.dtype).max
+    white = 1 if kind == "f" else 2 ** (8 * width) - 1
     values = torch.from_numpy(array.astype(np.float32)) / white
     if not values.isfinite().all():
         raise ImageReadError("it holds values that are not finite")
