@@ -23,9 +23,10 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         (B, H, W, C) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
 
     Raises:
-        ValueError: the kernel's batch or channels differ from the tokens', or its side is even.
+        ValueError: the kernel's batch or channels differ from the tokens', or it is not square with an odd side.
     """
-    if kernel.shape[:2] != (x.shape[0], x.shape[3]) or kernel.shape[2] % 2 == 0:
+    size = kernel.shape[-1]
+    if kernel.shape != (x.shape[0], x.shape[3], size, size) or size % 2 == 0:
         raise ValueError(
             f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (B, C, K, K), K odd"
         )

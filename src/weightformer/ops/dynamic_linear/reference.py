@@ -33,4 +33,5 @@ def dynamic_linear(
     scale: float,
 ) -> Tensor:
     weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    return x_BNC @ weight_BCO.to(x_BNC.dtype) + bias_O
+    y_BNO = x_BNC @ weight_BCO.to(x_BNC.dtype)
+    return y_BNO + bias_O.to(y_BNO.dtype)
