@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-__all__ = ["build_parser", "parse_config", "read_yaml", "recipe_path", "recipes"]
+__all__ = ["build_parser", "parse_arguments", "parse_config", "read_yaml", "recipe_path", "recipes"]
 
 Config = TypeVar("Config")
 
@@ -56,16 +56,44 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def build_parser(config: type[Config], usage: str | None = None) -> ArgumentParser:
-    """A parser with one dotted option for every field of a dataclass, documented by the field docstrings."""
+# Arguments of a verb beside the configuration's own: (flags or name, keywords of add_argument).
+Arguments = Sequence[tuple[tuple[str, ...], dict[str, Any]]]
+
+
+def build_parser(config: type[Any], arguments: Arguments = (), **kwargs: Any) -> ArgumentParser:
+    """A parser with one dotted option for every field of a dataclass, documented by the field docstrings.
+
+    Args:
+        config: the dataclass.
+        arguments: further arguments.
+        **kwargs: for the parser (``prog``, ``usage``, ``description``, ...).
+    """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(exit_on_error=False, usage=usage)
+    parser = ArgumentParser(exit_on_error=False, **kwargs)
+    for flags, keywords in arguments:
+        parser.add_argument(*flags, **keywords)
     parser.add_class_arguments(config)
     return parser
 
 
+def parse_arguments(config: type[Any], argv: Sequence[str], arguments: Arguments) -> Namespace:
+    """The values of a verb's own arguments, before the configuration they may name is known.
+
+    Raises:
+        ValueError: an option that neither the verb nor the configuration has, or a value of the wrong type.
+    """
+    try:
+        return build_parser(config, arguments).parse_args(list(argv))
+    except ArgumentError as error:
+        raise ValueError(_explain(error.message, config)) from error
+
+
 def parse_config(
-    config: type[Config], content: Mapping[str, Any] | None = None, argv: Sequence[str] = (), where: str = ""
+    config: type[Config],
+    content: Mapping[str, Any] | None = None,
+    argv: Sequence[str] = (),
+    where: str = "",
+    arguments: Arguments = (),
 ) -> Config:
     """A configuration from a mapping, then dotted options (``--optim.lr 1e-3``) on top.
 
@@ -74,17 +102,20 @@ def parse_config(
         content: nested mapping, from YAML or from a checkpoint.
         argv: command-line options.
         where: where ``content`` comes from, for messages.
+        arguments: what ``argv`` holds beside the configuration.
 
     Raises:
         ValueError: an unknown key (with the nearest valid one), a value of the wrong type or out of range.
     """
     place = f"{where}: " if where else ""
-    _check_keys(config, content or {}, place)
-    parser = build_parser(config)
+    content = {} if content is None else content
+    _check_keys(config, content, place)
     try:
-        namespace = parser.parse_object(dict(content or {}))
-        namespace = parser.parse_args(list(argv), namespace=namespace)
-        return config(**vars(parser.instantiate(namespace)))
+        namespace = build_parser(config).parse_object(dict(content))
+        if argv:
+            namespace = build_parser(config, arguments).parse_args(list(argv), namespace=namespace)
+        parsed = build_parser(config).instantiate(namespace)
+        return config(**{field.name: parsed[field.name] for field in dataclasses.fields(config)})  # type: ignore[arg-type]
     except ArgumentError as error:
         raise ValueError(place + _explain(error.message, config)) from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:

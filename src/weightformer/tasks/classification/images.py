@@ -105,7 +105,8 @@ def read_image(path: str | os.PathLike[str], in_chans: int, max_pixels: int) -> 
             return values if in_chans not in (1, 3) else _to_pil(values)
         if in_chans not in (1, 3):
             return _channels_first(_read_tiff(path), in_chans, max_pixels)
-        with own_pixel_limit(), Image.open(path) as image:
+        # From a file object: given a path, Pillow 13 maps uncompressed TIFFs and scrambles those stored on their side.
+        with own_pixel_limit(), path.open("rb") as file, Image.open(file) as image:
             _check_size(image.width * image.height, max_pixels)
             image.load()
             return _to_mode(_upright(image), "L" if in_chans == 1 else "RGB")
