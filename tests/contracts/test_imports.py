@@ -169,3 +169,20 @@ print(*model(torch.rand(1, 3, 33, 41)).shape)
     result = run(without_extras + code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["1", "10"]
+
+
+def test_commands_that_need_no_extra_run_without(without_extras: str) -> None:
+    code = """
+from weightformer.cli import main
+print(main(["--help"]), main(["info", "weightformer_micro"]))
+"""
+    result = run(without_extras + code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("0 0\n")
+
+
+@pytest.mark.parametrize("argv", [["train", "--config", "digits"], ["eval", "x.ckpt"], ["predict", "x.ckpt", "x.png"]])
+def test_a_missing_extra_says_what_to_install(without_extras: str, argv: list[str]) -> None:
+    result = run(f"{without_extras}\nfrom weightformer.cli import main\nsys.exit(main({argv!r}))")
+    assert result.returncode == 2
+    assert re.fullmatch(r"error: .*pip install ['\"]weightformer\[train\]['\"]\n", result.stderr), result.stderr
