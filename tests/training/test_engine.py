@@ -60,7 +60,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, tiny_run: dict[str,
     resumed = finish(tmp_path / "killed", config, processes)
 
     assert 0 < killed_at < straight["global_step"], "the run was over before it was killed"
-    assert resumed["global_step"] == straight["global_step"] == 3 * (6 if processes == 1 else 3)
+    assert resumed["global_step"] == straight["global_step"]
     for weights in ("state_dict", "current_model_state"):  # averaged, raw
         assert straight[weights].keys() == resumed[weights].keys()
         different = [k for k, v in straight[weights].items() if not torch.equal(v, resumed[weights][k])]
