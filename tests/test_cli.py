@@ -19,7 +19,7 @@ def test_overview_names_every_verb_and_recipe(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("verb", ["train", "eval", "predict"])
 def test_help_documents_every_key(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert VERBS[verb].__doc__ in text
     for key in ("--optim.lr LR", "--data.on_bad_image", "--trainer.ema_decay", "--mix.mixup", "Peak learning rate"):
         assert key in text
