@@ -78,7 +78,7 @@ def test_the_readme_walk_through(
     for words in commands(ROOT / "README.md"):
         if "FOLDER" in words:
             continue
-        extra = ["--trainer.epochs", "1", "--trainer.val_every", "1"] if words[0] == "train" else []
+        extra = ["--trainer.epochs", "1"] if words[0] == "train" else []
         assert main([*words, *extra]) == 0, (words, capfd.readouterr().err)
         done.append(words[0])
     assert done == ["train", "eval", "predict", "info"]
