@@ -301,6 +301,23 @@ def test_tensors_that_are_no_dense_floats(odd: Tensor, description: str, model: 
         load_weights(fresh(), dict(model.state_dict()) | {"norm.bias": odd})
 
 
+@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.ones(0), torch.ones(10, 0)], ids=["0-d", "empty", "10 x 0"])
+@pytest.mark.parametrize("key", ["head.weight", "patch_embed.proj.weight"])
+def test_a_head_or_stem_of_no_use_for_fine_tuning(key: str, odd: Tensor, model: WeightFormer) -> None:
+    state = dict(model.state_dict()) | {key: odd}
+    assert ("starts fresh" if key == "head.weight" else "do not match (1)") in one_warning(
+        lambda: load_weights(fresh(), state, strict=False)
+    )
+
+
+@pytest.mark.parametrize("odd", [torch.ones(64, 0, 4, 4), torch.ones(64, 1, 4, 4).to_sparse()], ids=["empty", "sparse"])
+def test_a_stem_that_cannot_be_adapted(odd: Tensor, model: WeightFormer) -> None:
+    state = dict(model.state_dict()) | {"patch_embed.proj.weight": odd}
+    assert "do not match (1): patch_embed.proj.weight" in one_warning(
+        lambda: load_weights(fresh(), state, strict=False)
+    )
+
+
 def test_a_model_without_memory_is_not_silently_skipped(model: WeightFormer) -> None:
     with pytest.raises(ValueError, match=r"file \(64,\), model \(64,\) without values \(meta\)"):
         load_weights(fresh(device="meta"), model.state_dict())
@@ -588,41 +605,32 @@ def repeat(rng: random.Random, data: bytearray) -> bytearray:
 BYTES = [flip_bytes, flip_header, truncate, append, blank, cut_out, repeat]
 
 
+ODD_KEYS = ["", ".", "model", "module.", "ema.", "blocks.999999999999.x", "\0", "head", 3, None, ("a", 1), True, 2.5]
+ODD_DTYPES = [torch.int64, torch.bool, torch.complex64, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+
+
 def edit_content(rng: random.Random, state: dict[Any, Any]) -> dict[Any, Any]:
     """A state dict with some entries renamed, removed, added, or of another type, shape or kind."""
-    state = dict(state)
+    original, state = state, dict(state)
     for _ in range(rng.choice((1, 1, 3, 10))):
         key = rng.choice(list(state))
-        value = state[key] if isinstance(state[key], Tensor) else torch.ones(2)
-        kind = rng.randrange(8)
-        if kind == 0:
-            del state[key]
-        elif kind == 1:
-            state[
-                rng.choice(
-                    ["", ".", "model", "module.", "ema.", key + ".weight", "blocks.999999999999.x", "\u0000", "head"]
-                )
-            ] = value
-        elif kind == 2:
-            state[rng.choice([3, None, ("a", 1), True, 2.5])] = value
-        elif kind == 3:
-            state[key] = rng.choice([None, "text", 3, [], [value], {}, {"a": value}, {"model": value}])
-        elif kind == 4:
-            dtype = rng.choice(
-                [torch.int64, torch.bool, torch.complex64, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-            )
-            state[key] = value.to(dtype)
-        elif kind == 5:
-            state[key] = rng.choice(
-                [value[None], value.flatten()[:0], value.sum(), value.mT.contiguous() if value.ndim > 1 else value[:-1]]
-            )
-        elif kind == 6:
-            state[key] = rng.choice(
-                [value.to("meta"), value.flatten().to_sparse(), value.expand(2, *value.shape), nn.Parameter(value)]
-            )
-        else:
-            state = {rng.choice(["model", "ema", "state_dict", "x"]): state, "epoch": 3}
-            break
+        value = original.get(key, torch.ones(2))
+        shapes = [value[None], value[..., :0], value.sum(), value.flatten(), value.expand(2, *value.shape)]
+        shapes += [value[:, :0], value[:, :1].repeat(1, 3, *[1] * (value.ndim - 2))] if value.ndim > 1 else []
+        kinds = [value.to("meta"), value.to_sparse(), nn.Parameter(value, requires_grad=False)]
+        match rng.randrange(6):
+            case 0:
+                del state[key]
+            case 1:
+                state[rng.choice(ODD_KEYS)] = value
+            case 2:
+                state[key] = rng.choice([None, "text", 3, [], [value], {}, {"a": value}, {"model": value}])
+            case 3:
+                state[key] = value.to(rng.choice(ODD_DTYPES))
+            case 4:
+                state[key] = rng.choice(shapes + kinds)
+            case _:
+                return {rng.choice(["model", "ema", "state_dict", "x"]): state, "epoch": 3}
     return state
 
 

@@ -223,17 +223,18 @@ def _adapt(model: nn.Module, given: StateDict, own: StateDict) -> tuple[list[str
     head = _config_name(model, "classifier", "head")
     heads = {k for k in {*given, *own} if k.startswith(head)}
     if any(k not in given or k not in own or given[k].shape != own[k].shape for k in heads):
-        before, now = (len(d[f"{head}weight"]) if f"{head}weight" in d else 0 for d in (given, own))
+        before, now = (d[f"{head}weight"].shape[:1].numel() if f"{head}weight" in d else 0 for d in (given, own))
         for key in heads:
             given.pop(key, None)
         fresh = heads & own.keys()
         notes += [f"the file's head for {before} classes was dropped"] * bool(before)
         notes += [f"the model's head for {now} classes starts fresh"] * bool(now)
     stem = _config_name(model, "first_conv", "patch_embed.proj") + "weight"
-    if stem in given and stem in own and given[stem].ndim == own[stem].ndim == 4:
-        before, now = given[stem].shape[1], own[stem].shape[1]
-        if before != now:
-            given[stem] = _adapt_channels(given[stem], now)
+    file, ours = given.get(stem), own.get(stem)
+    if file is not None and ours is not None and file.ndim == ours.ndim == 4 and file.layout == torch.strided:
+        before, now = file.shape[1], ours.shape[1]
+        if 0 < before != now:
+            given[stem] = _adapt_channels(file, now)
             notes.append(f"the stem was adapted from {before} to {now} channels")
     return notes, fresh
 
