@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["IMPLEMENTATIONS", "capturing", "implementation", "select"]
+__all__ = ["IMPLEMENTATIONS", "capturing", "implementation", "on_demand", "select"]
 
 IMPLEMENTATIONS = ("auto", "reference", "eager", "native", "triton")
 
 _selected = "auto"
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 @contextmanager
@@ -39,16 +42,50 @@ def implementation(name: str) -> Iterator[None]:
         _selected = previous
 
 
-def select(op: str, forms: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The form of ``op`` that the current `implementation` asks for.
+def select(op: str, forms: Mapping[str, Callable[..., Any]], x: Tensor) -> Callable[..., Any]:
+    """The form of ``op`` that the current `implementation` asks for, for an input like ``x``.
 
     Raises:
         RuntimeError: the form asked for by name does not exist for this op; it never falls back silently.
     """
-    name = "eager" if _selected == "auto" else _selected
+    name = _selected
+    if name == "auto":
+        name = "triton" if "triton" in forms and _triton_runs(x) else "eager"
     if name not in forms:
         raise RuntimeError(f"{op} has no {name!r} implementation here; available: {', '.join(forms)}")
     return forms[name]
+
+
+def on_demand(module: str, name: str) -> Callable[..., Any]:
+    """The function ``name`` of ``module``, which is imported at the first call: it needs an optional package.
+
+    Raises:
+        RuntimeError: at the call, if that package is missing.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _load(module, name)(*args, **kwargs)
+
+    return call
+
+
+@torch.compiler.assume_constant_result
+def _load(module: str, name: str) -> Callable[..., Any]:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "weightformer":
+            raise
+        raise RuntimeError(f"{module} needs {error.name}, which is not installed: `pip install {error.name}`") from error
+
+
+def _triton_runs(x: Tensor) -> bool:
+    """Whether the kernels are the fast form: a GPU they compile for, a width they compute in, no export under way."""
+    if not (x.is_cuda and _TRITON_INSTALLED and x.dtype != torch.float64):
+        return False
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        return False
+    return torch.cuda.get_device_properties(x.device).major >= 8
 
 
 def capturing() -> bool:

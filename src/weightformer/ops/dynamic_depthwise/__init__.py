@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weightformer.ops.dispatch import select
+from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.dynamic_depthwise import eager, reference
 
 __all__ = ["dynamic_depthwise_conv2d"]
+
+_FORMS = {
+    "reference": reference.dynamic_depthwise_conv2d,
+    "eager": eager.dynamic_depthwise_conv2d,
+    "triton": on_demand("weightformer.ops.dynamic_depthwise.triton", "dynamic_depthwise_conv2d"),
+}
 
 
 def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
@@ -31,5 +37,4 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    forms = {"reference": reference.dynamic_depthwise_conv2d, "eager": eager.dynamic_depthwise_conv2d}
-    return select("dynamic_depthwise_conv2d", forms)(x, kernel, bias)
+    return select("dynamic_depthwise_conv2d", _FORMS, x)(x, kernel, bias)

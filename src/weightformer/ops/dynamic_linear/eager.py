@@ -47,12 +47,18 @@ def weight_from_gram(gram_BRS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: 
 
 
 def linear_weight(
-    left_BPR: Tensor, right_BPS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float
+    left_BPR: Tensor,
+    right_BPS: Tensor,
+    w1_RC: Tensor,
+    w2_SO: Tensor,
+    static_CO: Tensor,
+    scale: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     pooled, (r, c), (s, o) = left_BPR.shape[1], w1_RC.shape, w2_SO.shape
     if cheaper_order(pooled, r, s, c, o) == "tokens":
-        return reference.linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    return weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale)
+        return reference.linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, dtype)
+    return weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale).to(dtype)
 
 
 def dynamic_linear(
@@ -65,5 +71,5 @@ def dynamic_linear(
     bias_O: Tensor,
     scale: float,
 ) -> Tensor:
-    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    return torch.baddbmm(bias_O.to(x_BNC.dtype), x_BNC, weight_BCO.to(x_BNC.dtype))
+    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, x_BNC.dtype)
+    return torch.baddbmm(bias_O.to(x_BNC.dtype), x_BNC, weight_BCO)

@@ -5,6 +5,7 @@ Suffixes: B images, N tokens, P pooled tokens, C input and O output channels, R 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from weightformer.ops.precision import full_precision, normalize_update, wide
@@ -13,13 +14,19 @@ __all__ = ["dynamic_linear", "linear_weight"]
 
 
 def linear_weight(
-    left_BPR: Tensor, right_BPS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float
+    left_BPR: Tensor,
+    right_BPS: Tensor,
+    w1_RC: Tensor,
+    w2_SO: Tensor,
+    static_CO: Tensor,
+    scale: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     with full_precision(left_BPR.device):
         a_BPC = wide(left_BPR) @ wide(w1_RC)
         d_BPO = wide(right_BPS) @ wide(w2_SO)
         update_BCO = scale * (a_BPC.mT @ d_BPO)
-        return normalize_update(update_BCO, dim=1) + static_CO
+        return (normalize_update(update_BCO, dim=1) + static_CO).to(dtype)
 
 
 def dynamic_linear(
@@ -32,5 +39,5 @@ def dynamic_linear(
     bias_O: Tensor,
     scale: float,
 ) -> Tensor:
-    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    return x_BNC @ weight_BCO.to(x_BNC.dtype) + bias_O
+    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, x_BNC.dtype)
+    return (x_BNC @ weight_BCO + bias_O).to(x_BNC.dtype)

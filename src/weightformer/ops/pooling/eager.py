@@ -1,4 +1,4 @@
-"""The two poolings that feed the predictors, on channels-last token grids.
+"""The two poolings in plain PyTorch; the regions are two products with interval matrices.
 
 B images, H x W tokens, C channels, K regions a side.
 """
@@ -11,18 +11,10 @@ from torch import Tensor
 
 from weightformer.ops.precision import full_precision, wide
 
-__all__ = ["pool_2x2", "region_mean"]
+__all__ = ["interval_matrix", "pool_2x2", "region_mean"]
 
 
 def pool_2x2(x: Tensor) -> Tensor:
-    """Mean of every 2 x 2 tokens; an odd last row or column is dropped, as in ``AvgPool2d(2)``.
-
-    Args:
-        x: tokens (B, H, W, C).
-
-    Returns:
-        Pooled tokens (B, H // 2, W // 2, C). A grid one token high or wide has no pair, so the result is empty there.
-    """
     batch, height, width, channels = x.shape
     if height < 2 or width < 2 or batch == 0:
         return x.new_zeros(batch, height // 2, width // 2, channels)
@@ -30,29 +22,16 @@ def pool_2x2(x: Tensor) -> Tensor:
 
 
 def region_mean(x: Tensor, size: int) -> Tensor:
-    """Adaptive average pooling to ``size`` x ``size`` regions, as two products with interval matrices.
-
-    Region i of a side of n tokens is ``[floor(i n / size), ceil((i + 1) n / size))``: neighbouring regions overlap
-    when n is no multiple of ``size``. Equal to ``adaptive_avg_pool2d``, but the exported graph stays right at every
-    height and width, the backward is deterministic on a GPU, and it needs no operator that MPS lacks.
-
-    Args:
-        x: tokens (B, H, W, C).
-        size: regions a side.
-
-    Returns:
-        Region means (B, size, size, C), in float32 at least.
-    """
     batch, height, width, channels = x.shape
     with full_precision(x.device):
         x = wide(x)
-        rows = _interval_matrix(height, size, x)
-        cols = _interval_matrix(width, size, x)
+        rows = interval_matrix(height, size, x)
+        cols = interval_matrix(width, size, x)
         x = (rows @ x.reshape(batch, height, width * channels)).view(batch, size, width, channels)
         return cols @ x
 
 
-def _interval_matrix(length: int, size: int, like: Tensor) -> Tensor:
+def interval_matrix(length: int, size: int, like: Tensor) -> Tensor:
     """The (size, length) matrix whose row i averages region i."""
     region = torch.arange(size, device=like.device)[:, None]
     start = region * length // size
