@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["from_released", "load_weights", "read_state_dict", "save_weights", "to_released"]
+__all__ = ["from_released", "load_weights", "read_state_dict", "save_weights", "to_released", "unwrap"]
 
 StateDict = dict[str, Tensor]
 _Table = tuple[tuple[str, str], ...]
@@ -41,7 +41,7 @@ _RENAMED_STATIC: _Table = (("conv.", "dwc."), ("fc1.", "linear1."), ("fc2.", "li
 _RENAMED_OUTSIDE: _Table = (("embed_norm.", "init_norm."),)
 
 _BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
-_PREFIX = re.compile(r"^(module|_orig_mod|model|ema|averaged)\.")
+_PREFIXES = re.compile(r"(?:(?:module|_orig_mod|model|ema|averaged)\.)*")
 # Averaged weights first: they are what an evaluation should read.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "state_dict", "model", "module")
 
@@ -95,33 +95,45 @@ def load_weights(
             than 95 % of the model.
     """
     where = "the given state dict" if isinstance(source, Mapping) else os.fspath(source)
-    raw = source if isinstance(source, Mapping) else read_state_dict(source)
-    given = from_released(_unwrap(raw, where))
-    own = model.state_dict()
+    content = source if isinstance(source, Mapping) else read_state_dict(source)
+    sets = _by_prefix(model.state_dict())
+    prefix, own = next(iter(sets.items())) if len(sets) == 1 else ("", model.state_dict())
+    given = unwrap(content, own)
+    if not given:
+        raise ValueError(f"{where} holds no weights; its entries: {', '.join(map(repr, list(content)[:8])) or 'none'}")
     notes, fresh = ([], set()) if strict else _adapt(model, given, own)
 
-    fit = {k: v for k, v in given.items() if k in own and v.shape == own[k].shape}
-    wrong = [f"{k}: file {_shape(v)}, model {_shape(own[k])}" for k, v in given.items() if k in own and k not in fit]
+    fit = {k: v for k, v in given.items() if k in own and _describe(v) == _describe(own[k])}
+    wrong = [
+        f"{k}: file {_describe(v)}, model {_describe(own[k])}" for k, v in given.items() if k in own and k not in fit
+    ]
     missing = [k for k in own if k not in given and k not in fresh]
-    unexpected = [k for k in given if k not in own]
+    unexpected = [f"{k}: file {_describe(v)}" for k, v in given.items() if k not in own]
     problems = [
         f"{name} ({len(items)}): {', '.join(items[:4])}{', ...' if len(items) > 4 else ''}"
-        for name, items in (("other shape", wrong), ("missing", missing), ("unexpected", unexpected))
+        for name, items in (("do not match", wrong), ("missing", missing), ("unexpected", unexpected))
         if items
     ]
     share = len(fit) / max(len(own) - len(fresh), 1)
     if share < 0.95 or (strict and problems):
         raise ValueError(f"{where} does not fit the model ({share:.0%} of its tensors do): {'; '.join(problems)}")
-    if not strict and (notes or problems):
+    if notes or problems:
         warnings.warn(f"{where}: {'; '.join(notes + problems)}", stacklevel=2)
-    model.load_state_dict(fit, strict=strict)
+    model.load_state_dict({prefix + k: v for k, v in fit.items()}, strict=strict)
     return model
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str], released: bool = False) -> None:
-    """Write a model's weights as safetensors, in our layout or, with ``released``, in the released one."""
+    """Write a model's weights as safetensors, in our layout or, with ``released``, in the released one.
+
+    A file that exists is replaced at once when the new one is complete, so it is never left half written.
+    """
     state_dict = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    save_file(to_released(state_dict) if released else state_dict, os.fspath(path))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    save_file(to_released(state_dict) if released else state_dict, partial)
+    os.replace(partial, path)
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -154,17 +166,36 @@ def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return content
 
 
-def _unwrap(content: Mapping[str, Any], where: str) -> StateDict:
-    """The state dict inside a checkpoint, without the prefixes of wrappers."""
-    while inner := next((content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping) and content[w]), None):
-        content = inner
-    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
-    while tensors and (match := _PREFIX.match(next(iter(tensors)))):
-        prefix = match[0]
-        tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    if not tensors:
-        raise ValueError(f"{where} holds no weights; its entries: {', '.join(map(str, list(content)[:8])) or 'none'}")
-    return tensors
+def unwrap(content: Mapping[str, Any], own: Collection[str]) -> StateDict:
+    """The state dict inside a checkpoint in our key layout, without wrappers and prefixes; empty if there is none.
+
+    Args:
+        content: a state dict or a checkpoint that contains one; anything else in it is passed over.
+        own: the model's parameter names. Of several sets under different prefixes, the one with most of them is
+            taken, averaged weights first.
+    """
+    sets = [(prefix, from_released(found)) for prefix, found in _by_prefix(_tensors(content)).items()]
+    sets.sort(key=lambda item: not re.search(r"ema|averaged", item[0]))
+    return max((found for _, found in sets), key=lambda found: sum(k in own for k in found), default={})
+
+
+def _tensors(content: Mapping[str, Any], depth: int = 4) -> StateDict:
+    """The tensors of the first wrapper that has some, or of ``content`` itself; the depth ends files that loop."""
+    if depth:
+        for wrapper in _WRAPPERS:
+            inner = content.get(wrapper)
+            if isinstance(inner, Mapping) and (found := _tensors(inner, depth - 1)):
+                return found
+    return {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
+
+
+def _by_prefix(state_dict: Mapping[str, Tensor]) -> dict[str, StateDict]:
+    """The state dict split by what wrappers put in front of its keys, and without it."""
+    sets: dict[str, StateDict] = {}
+    for key, value in state_dict.items():
+        prefix = _PREFIXES.match(key)[0]  # type: ignore[index] # an empty prefix matches too
+        sets.setdefault(prefix, {})[key[len(prefix) :]] = value
+    return sets
 
 
 def _adapt(model: nn.Module, given: StateDict, own: StateDict) -> tuple[list[str], set[str]]:
@@ -173,7 +204,8 @@ def _adapt(model: nn.Module, given: StateDict, own: StateDict) -> tuple[list[str
     Returns:
         What was done, and the model's parameters that stay as initialised.
     """
-    notes, fresh = [], set()
+    notes: list[str] = []
+    fresh: set[str] = set()
     head = _config_name(model, "classifier", "head")
     heads = {k for k in {*given, *own} if k.startswith(head)}
     if any(k not in given or k not in own or given[k].shape != own[k].shape for k in heads):
@@ -181,7 +213,8 @@ def _adapt(model: nn.Module, given: StateDict, own: StateDict) -> tuple[list[str
         for key in heads:
             given.pop(key, None)
         fresh = heads & own.keys()
-        notes.append(f"the head for {before} classes was dropped, the model's for {now} starts fresh")
+        notes += [f"the file's head for {before} classes was dropped"] * bool(before)
+        notes += [f"the model's head for {now} classes starts fresh"] * bool(now)
     stem = _config_name(model, "first_conv", "patch_embed.proj") + "weight"
     if stem in given and stem in own and given[stem].ndim == own[stem].ndim == 4:
         before, now = given[stem].shape[1], own[stem].shape[1]
@@ -192,14 +225,11 @@ def _adapt(model: nn.Module, given: StateDict, own: StateDict) -> tuple[list[str
 
 
 def _adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """A kernel (O, I, h, w) for another number of input channels that keeps the response to equal channels."""
+    """A kernel (O, I, h, w) for other input channels, as timm does it: their sum for one, else repeated, rescaled."""
     source = weight.shape[1]
     if channels == 1:
         return weight.sum(1, keepdim=True)
-    if channels < source:
-        raise ValueError(f"a stem of {source} channels cannot be adapted to {channels}; choose 1 or at least {source}")
-    repeated = weight.repeat(1, -(-channels // source), 1, 1)[:, :channels]
-    return repeated * (source / channels)
+    return weight.repeat(1, -(-channels // source), 1, 1)[:, :channels] * (source / channels)
 
 
 def _config_name(model: nn.Module, key: str, default: str) -> str:
@@ -207,8 +237,14 @@ def _config_name(model: nn.Module, key: str, default: str) -> str:
     return f"{name[0] if isinstance(name, (tuple, list)) else name}."
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+def _describe(tensor: Tensor) -> str:
+    """Its shape, and what makes it other than dense floating-point numbers; equal for tensors that fit each other."""
+    oddities = [
+        *([] if tensor.is_floating_point() else [str(tensor.dtype)]),
+        *([] if tensor.layout == torch.strided else [str(tensor.layout)]),
+        *(["without values (meta)"] if tensor.is_meta else []),
+    ]
+    return " ".join([str(tuple(tensor.shape)), *oddities])
 
 
 def _reason(error: Exception) -> str:

@@ -16,16 +16,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
-from weightformer.models.checkpoint import from_released
+from weightformer.models.checkpoint import unwrap
 
 __all__ = ["PatchEmbed", "WeightFormer"]
 
 
+register_notrace_module(Block)
+
+
+@register_notrace_module  # branches on the size of the image, which torch.fx cannot follow
 class PatchEmbed(nn.Module):
     """Non-overlapping patches to tokens, by a convolution whose kernel equals its stride.
 
@@ -136,18 +140,18 @@ class WeightFormer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The released initialisation.
+        """The released initialisation, of every parameter (so also after ``to_empty`` of a model built on meta).
 
-        nn.Linear: truncated normal 0.02, bias 0. Convolutions: PyTorch's default. Dynamic layers initialise
+        nn.Linear: truncated normal 0.02, bias 0. Convolutions and norms: PyTorch's default. Dynamic layers initialise
         themselves: their static weights *and biases* are truncated normal 0.02, and the predicted part starts small
         beside the static one (a test measures both).
         """
         for module in self.modules():
-            if isinstance(module, (DynamicLinear, DynamicDepthwiseConv2d)):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.Conv2d, nn.LayerNorm, DynamicLinear, DynamicDepthwiseConv2d)):
+                module.reset_parameters()
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) to normalised tokens (B, H, W, C)."""
@@ -262,7 +266,7 @@ class WeightFormer(nn.Module):
         depth = len(self.blocks)
         if indices is None:
             return list(range(depth))
-        wanted = range(depth - indices, depth) if isinstance(indices, int) else indices
+        wanted = range(-indices, 0) if isinstance(indices, int) else indices
         take = [i + depth if i < 0 else i for i in wanted]
         if not take or any(not 0 <= i < depth for i in take):
             raise ValueError(f"feature indices {indices!r} are out of range for {depth} blocks")
@@ -312,12 +316,12 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> WeightFormer:
             WeightFormer,
             variant,
             pretrained,
-            pretrained_filter_fn=lambda state_dict, model: from_released(state_dict),
+            pretrained_filter_fn=lambda content, model: unwrap(content, model.state_dict()),
             feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
             **kwargs,
         )
     except Exception as error:
-        if not pretrained:
+        if not pretrained or type(error) in (TypeError, ValueError):  # a wrong argument, not a failed download
             raise
         raise RuntimeError(
             f"could not load pretrained weights for {variant} ({error}). If this machine has no network, build the "

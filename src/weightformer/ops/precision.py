@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "normalize_update", "wide"]
+__all__ = ["autocast", "autocast_dtype", "full_precision", "normalize_update", "wide"]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -13,9 +15,24 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast does not narrow matrix products: predicted weights are sums over all tokens."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype that autocast would give a convolution; unchanged outside autocast and in float64."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of `autocast` for ``x``."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 def normalize_update(update: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.dynamic_depthwise import eager, reference
+from weightformer.ops.precision import autocast
 
 __all__ = ["dynamic_depthwise_conv2d"]
-
-_FORMS = {
-    "reference": reference.dynamic_depthwise_conv2d,
-    "eager": eager.dynamic_depthwise_conv2d,
-    "triton": on_demand("weightformer.ops.dynamic_depthwise.triton", "dynamic_depthwise_conv2d"),
-}
 
 
 def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
@@ -26,15 +20,19 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         bias: (C,).
 
     Returns:
-        (B, H, W, C) in the dtype of ``x``, or in autocast's.
+        (B, H, W, C) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
 
     Raises:
-        ValueError: the kernel's batch or channels differ from the tokens', or its side is even.
+        ValueError: the kernel's batch or channels differ from the tokens', or it is not square with an odd side.
     """
-    if kernel.shape[:2] != (x.shape[0], x.shape[3]) or kernel.shape[2] % 2 == 0:
+    size = kernel.shape[-1]
+    if kernel.shape != (x.shape[0], x.shape[3], size, size) or size % 2 == 0:
         raise ValueError(
             f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (B, C, K, K), K odd"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return select("dynamic_depthwise_conv2d", _FORMS, x)(x, kernel, bias)
+    forms = {
+        "reference": reference.dynamic_depthwise_conv2d,
+        "eager": eager.dynamic_depthwise_conv2d,
+        "triton": on_demand("weightformer.ops.dynamic_depthwise.triton", "dynamic_depthwise_conv2d"),
+    }
+    return select("dynamic_depthwise_conv2d", forms, x)(autocast(x), kernel, bias)

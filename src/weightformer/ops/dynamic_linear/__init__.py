@@ -7,19 +7,9 @@ from torch import Tensor
 
 from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.dynamic_linear import eager, reference
+from weightformer.ops.precision import autocast
 
 __all__ = ["dynamic_linear", "linear_weight"]
-
-_WEIGHT = {
-    "reference": reference.linear_weight,
-    "eager": eager.linear_weight,
-    "triton": on_demand("weightformer.ops.dynamic_linear.triton", "linear_weight"),
-}
-_LINEAR = {
-    "reference": reference.dynamic_linear,
-    "eager": eager.dynamic_linear,
-    "triton": on_demand("weightformer.ops.dynamic_linear.triton", "dynamic_linear"),
-}
 
 
 def linear_weight(
@@ -47,8 +37,12 @@ def linear_weight(
     Returns:
         One weight an image (B, C, O). Without pooled tokens (P = 0) it is ``static``.
     """
-    dtype = dtype or torch.promote_types(left.dtype, torch.float32)
-    return select("linear_weight", _WEIGHT, left)(left, right, w1, w2, static, scale, dtype)
+    forms = {
+        "reference": reference.linear_weight,
+        "eager": eager.linear_weight,
+        "triton": on_demand("weightformer.ops.dynamic_linear.triton", "linear_weight"),
+    }
+    return select("linear_weight", forms, left)(left, right, w1, w2, static, scale, dtype)
 
 
 def dynamic_linear(
@@ -62,8 +56,11 @@ def dynamic_linear(
         left, right, w1, w2, static, scale: as in `linear_weight`.
 
     Returns:
-        (B, N, O) in the dtype of ``x``, or in autocast's.
+        (B, N, O) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return select("dynamic_linear", _LINEAR, x)(x, left, right, w1, w2, static, bias, scale)
+    forms = {
+        "reference": reference.dynamic_linear,
+        "eager": eager.dynamic_linear,
+        "triton": on_demand("weightformer.ops.dynamic_linear.triton", "dynamic_linear"),
+    }
+    return select("dynamic_linear", forms, x)(autocast(x), left, right, w1, w2, static, bias, scale)

@@ -28,7 +28,7 @@ def cheaper_order(tokens: int, r: int, s: int, c: int, o: int) -> str:
 def gram(left_BPR: Tensor, right_BPS: Tensor) -> Tensor:
     """``left^T right`` (B, R, S), in float32 at least: the only part of the weight that sees tokens."""
     with full_precision(left_BPR.device):
-        return wide(left_BPR).mT @ wide(right_BPS)
+        return torch.bmm(wide(left_BPR).mT, wide(right_BPS))  # `@` would bar batch 1 from a graph exported with batch 2
 
 
 def weight_from_gram(gram_BRS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float) -> Tensor:
@@ -53,12 +53,14 @@ def linear_weight(
     w2_SO: Tensor,
     static_CO: Tensor,
     scale: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     pooled, (r, c), (s, o) = left_BPR.shape[1], w1_RC.shape, w2_SO.shape
-    if cheaper_order(pooled, r, s, c, o) == "tokens":
+    # A symbolic token count (export with free sizes) must not be compared: the graph would hold one side only.
+    if not isinstance(pooled, torch.SymInt) and cheaper_order(pooled, r, s, c, o) == "tokens":
         return reference.linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, dtype)
-    return weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale).to(dtype)
+    weight_BCO = weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale)
+    return weight_BCO if dtype is None else weight_BCO.to(dtype)
 
 
 def dynamic_linear(

@@ -20,13 +20,14 @@ def linear_weight(
     w2_SO: Tensor,
     static_CO: Tensor,
     scale: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     with full_precision(left_BPR.device):
         a_BPC = wide(left_BPR) @ wide(w1_RC)
         d_BPO = wide(right_BPS) @ wide(w2_SO)
         update_BCO = scale * (a_BPC.mT @ d_BPO)
-        return (normalize_update(update_BCO, dim=1) + static_CO).to(dtype)
+        weight_BCO = normalize_update(update_BCO, dim=1) + static_CO
+        return weight_BCO if dtype is None else weight_BCO.to(dtype)
 
 
 def dynamic_linear(
@@ -40,4 +41,4 @@ def dynamic_linear(
     scale: float,
 ) -> Tensor:
     weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, x_BNC.dtype)
-    return (x_BNC @ weight_BCO + bias_O).to(x_BNC.dtype)
+    return x_BNC @ weight_BCO + bias_O.to(x_BNC.dtype)

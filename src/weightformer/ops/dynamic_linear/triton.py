@@ -237,9 +237,10 @@ predicted_weight.register_autograd(_weight_backward, setup_context=_weight_setup
 
 
 def linear_weight(
-    left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float, dtype: torch.dtype
+    left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float, dtype: torch.dtype | None = None
 ) -> Tensor:
     check(left, right, w1, w2, static)
+    dtype = dtype or torch.float32
     if w1.shape[1] > 1024:  # the update's columns no longer fit in registers
         return eager.weight_from_gram(gram(left, right), w1, w2, static, scale).to(dtype)
     return predicted_weight(gram(left, right), w1, w2, static, scale, dtype)

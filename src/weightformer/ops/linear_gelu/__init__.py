@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.linear_gelu import eager, reference
+from weightformer.ops.precision import autocast
 
 __all__ = ["linear_gelu"]
-
-_FORMS = {
-    "reference": reference.linear_gelu,
-    "eager": eager.linear_gelu,
-    "triton": on_demand("weightformer.ops.linear_gelu.triton", "linear_gelu"),
-}
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -26,7 +20,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias: (O,).
 
     Returns:
-        (B, N, O) in the dtype of ``x``, or in autocast's.
+        (B, N, O) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
 
     Raises:
         ValueError: the weight does not fit the tokens.
@@ -35,6 +29,9 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         raise ValueError(
             f"weight {tuple(weight.shape)} does not fit tokens {tuple(x.shape)}: expected (C, O) or (B, C, O)"
         )
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return select("linear_gelu", _FORMS, x)(x.to(dtype), weight, bias)
+    forms = {
+        "reference": reference.linear_gelu,
+        "eager": eager.linear_gelu,
+        "triton": on_demand("weightformer.ops.linear_gelu.triton", "linear_gelu"),
+    }
+    return select("linear_gelu", forms, x)(autocast(x), weight, bias)

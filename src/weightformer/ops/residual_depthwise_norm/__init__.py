@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weightformer.ops.dispatch import on_demand, select
+from weightformer.ops.precision import autocast_dtype
 from weightformer.ops.residual_depthwise_norm import eager, reference
 
 __all__ = ["residual_depthwise_norm"]
-
-_FORMS = {
-    "reference": reference.residual_depthwise_norm,
-    "eager": eager.residual_depthwise_norm,
-    "triton": on_demand("weightformer.ops.residual_depthwise_norm.triton", "residual_depthwise_norm"),
-}
 
 
 def residual_depthwise_norm(
@@ -37,11 +31,16 @@ def residual_depthwise_norm(
     Raises:
         ValueError: the kernel does not fit the tokens, or its side is even.
     """
-    fits = kernel.shape[-3] == x.shape[3] and (kernel.ndim == 3 or (kernel.ndim == 4 and len(kernel) == len(x)))
-    if not fits or kernel.shape[-1] % 2 == 0:
+    size = kernel.shape[-1]
+    one = (x.shape[3], size, size)
+    if kernel.shape not in (one, (x.shape[0], *one)) or size % 2 == 0:
         raise ValueError(
             f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (C, K, K) or (B, C, K, K), K odd"
         )
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return select("residual_depthwise_norm", _FORMS, x)(x, kernel, bias, norm_weight, norm_bias, eps, dtype)
+    forms = {
+        "reference": reference.residual_depthwise_norm,
+        "eager": eager.residual_depthwise_norm,
+        "triton": on_demand("weightformer.ops.residual_depthwise_norm.triton", "residual_depthwise_norm"),
+    }
+    form = select("residual_depthwise_norm", forms, x)
+    return form(x, kernel, bias, norm_weight, norm_bias, eps, autocast_dtype(x))

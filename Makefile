@@ -1,0 +1,57 @@
+# Every target sets up what it needs: a virtual environment in .venv, installed from pyproject.toml with the pins of
+# constraints.txt. The package itself runs on Python 3.10; the pins need 3.11.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench docs clean
+
+help:
+	@echo "make demo     train, evaluate and predict on the handwritten digits; writes report/report.html"
+	@echo "make test     the test suite, on two processes"
+	@echo "make lint     formatting, ruff and mypy"
+	@echo "make format   rewrite the sources in the project's format"
+	@echo "make bench    check each operation against its reference, then time it"
+	@echo "make docs     build the documentation into site/"
+	@echo "make clean    remove what the other targets made"
+
+install: $(VENV)/.installed
+
+# --clear also replaces an environment whose creation was interrupted or whose Python has gone.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later was not found: pass PYTHON=/path/to/python3"; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]" -c constraints.txt
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[docs]" -c constraints.txt
+	@touch $@
+
+demo: install
+	$(BIN)/weightformer demo
+
+# Small operations run slower, and vary more, when several threads share them.
+test bench: export OMP_NUM_THREADS = 1
+
+test: install
+	$(BIN)/python -m pytest -n 2
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/weightformer bench
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site report runs build dist .pytest_cache .mypy_cache .ruff_cache

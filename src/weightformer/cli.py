@@ -1,0 +1,220 @@
+"""The command line: ``weightformer VERB ...``; each verb imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentParser as PlainParser
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightformer.config import (
+    Arguments,
+    build_parser,
+    parse_arguments,
+    parse_config,
+    read_yaml,
+    recipe_path,
+    recipes,
+)
+
+__all__ = ["VERBS", "main"]
+
+# The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
+TASKS = {"classification": "weightformer.tasks.classification"}
+
+_CONFIG: Arguments = [
+    (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; a user's error ends in one sentence and exit status 2.
+
+    With ``WEIGHTFORMER_TRACEBACK=1`` in the environment it ends in a traceback instead.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    _quiet()
+    try:
+        if argv[0] not in VERBS:
+            raise ValueError(f"no verb {argv[0]!r}; choose one of {', '.join(VERBS)}")
+        return VERBS[argv[0]](argv[1:])
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        if os.environ.get("WEIGHTFORMER_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(argv: list[str]) -> int:
+    """Train a model as a recipe says, or resume its training."""
+    arguments: Arguments = [
+        *_CONFIG,
+        (("--print_config",), {"action": "store_true", "help": "print the resolved configuration and stop"}),
+    ]
+    task, content, where = _recipe(argv)
+    if _wants_help(argv):
+        return _help("train --config RECIPE [--KEY VALUE ...]", _train, task.Config, arguments)
+    args = parse_arguments(task.Config, argv, arguments)
+    config = parse_config(task.Config, content, argv, where, arguments)
+    if args.print_config:
+        import yaml
+
+        print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
+        return 0
+    _print_result(task.train(config))
+    print(f"written to {config.output}")
+    return 0
+
+
+def _eval(argv: list[str]) -> int:
+    """Evaluate a checkpoint, or a weight file with the recipe it belongs to."""
+    arguments: Arguments = [
+        (("weights",), {"help": "a training checkpoint (.ckpt), or a weight file together with --config"}),
+        *_CONFIG,
+        (("--json",), {"action": "store_true", "help": "print the result as JSON"}),
+    ]
+    task, content, where = _recipe(argv)
+    if _wants_help(argv):
+        return _help("eval WEIGHTS [--config RECIPE] [--KEY VALUE ...]", _eval, task.Config, arguments)
+    args = parse_arguments(task.Config, argv, arguments)
+    class_names = None
+    if args.config is None:
+        content, class_names = task.read_checkpoint(args.weights)
+        where = args.weights
+    config = parse_config(task.Config, content, argv, where, arguments)
+    _print_result(task.evaluate(config, args.weights, class_names), as_json=args.json)
+    return 0
+
+
+def _predict(argv: list[str]) -> int:
+    """Predict image files and folders with a checkpoint; print a table or write CSV or JSON."""
+    arguments: Arguments = [
+        (("weights",), {"help": "a training checkpoint (.ckpt)"}),
+        (("images",), {"nargs": "+", "help": "image files, or folders to search for them"}),
+        (("--save",), {"metavar": "FILE", "help": "write to this .csv or .json file instead of the terminal"}),
+        (("--top_k",), {"type": int, "default": 5, "help": "classes to report for an image"}),
+    ]
+    task, _, _ = _recipe(argv)
+    if _wants_help(argv):
+        return _help("predict WEIGHTS IMAGE ... [--save FILE] [--KEY VALUE ...]", _predict, task.Config, arguments)
+    args = parse_arguments(task.Config, argv, arguments)
+    content, class_names = task.read_checkpoint(args.weights)
+    config = parse_config(task.Config, content, argv, args.weights, arguments)
+    failed = task.predict(config, args.weights, class_names, args.images, top_k=args.top_k, save=args.save)
+    if failed:
+        print(f"{failed} image(s) could not be read; they are named in the result", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _info(argv: list[str]) -> int:
+    """Print what a model costs: parameters, multiply-adds and dynamic blocks at any resolution."""
+    parser = PlainParser(prog="weightformer info", description=_info.__doc__)
+    parser.add_argument("model", help="a timm model name, ours included")
+    parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
+    parser.add_argument("--in_chans", type=int, default=3, help="channels of the image")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="constructor arguments as JSON")
+    args = parser.parse_args(argv)
+    from weightformer.analysis.info import describe
+
+    print(describe(args.model, args.size, in_chans=args.in_chans, **args.kwargs))
+    return 0
+
+
+def _demo(argv: list[str]) -> int:
+    """Train, evaluate and predict on handwritten digits in three minutes, and write an illustrated report."""
+    parser = PlainParser(prog="weightformer demo", description=_demo.__doc__)
+    parser.add_argument("--output", default="report", help="folder for the report and everything it shows")
+    args = parser.parse_args(argv)
+    from weightformer.demo import run
+
+    print(f"report: {run(args.output)}")
+    return 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "eval": _eval,
+    "predict": _predict,
+    "info": _info,
+    "demo": _demo,
+}
+
+
+def _recipe(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], str]:
+    """The task package, the content and the name of the recipe that the arguments name."""
+    finder = PlainParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("-c", "--config")
+    finder.add_argument("--task")
+    known, _ = finder.parse_known_args(argv)
+    content = read_yaml(recipe_path(known.config)) if known.config else {}
+    name = known.task or content.get("task", "classification")
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; choose one of {', '.join(TASKS)}")
+    try:
+        return importlib.import_module(TASKS[name]), content, known.config or ""
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("weightformer"):
+            raise
+        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[train]'") from error
+
+
+def _quiet() -> None:
+    """Keep Lightning's advertisements and its notices to its own developers off the terminal."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def _wants_help(argv: Sequence[str]) -> bool:
+    return "-h" in argv or "--help" in argv
+
+
+def _help(usage: str, verb: Callable[[list[str]], int], config: type[Any], arguments: Arguments) -> int:
+    parser = build_parser(config, arguments, usage=f"weightformer {usage}", description=verb.__doc__)
+    parser.print_help()
+    return 0
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {name:9s}{(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items())
+    return f"""usage: weightformer VERB ... (weightformer VERB --help explains one)
+
+{verbs}
+
+recipes for --config: {", ".join(recipes())}
+
+examples:
+  weightformer train --config digits
+  weightformer train --config finetune --data.root FOLDER --model.weights FILE
+  weightformer eval runs/digits/checkpoints/last.ckpt
+  weightformer predict runs/digits/checkpoints/last.ckpt IMAGE_OR_FOLDER --save out.csv
+  weightformer info weightformer_tiny --size 1248"""
+
+
+def _print_result(result: Mapping[str, float], as_json: bool = False) -> None:
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+        return
+    if as_json:
+        print(json.dumps(dict(result)))
+        return
+    print(
+        "  ".join(
+            f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items()
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Train, evaluate and predict: what the command line calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import timm.models
+
+from weightformer.models.checkpoint import load_weights, read_state_dict
+from weightformer.tasks.classification.config import ClassificationConfig
+from weightformer.tasks.classification.data import ImageData
+from weightformer.tasks.classification.module import ClassificationModule
+from weightformer.training.config import ModelConfig
+from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
+
+__all__ = ["evaluate", "normalization", "read_checkpoint", "train", "without_start_weights"]
+
+
+def train(config: ClassificationConfig) -> dict[str, float]:
+    """Train as configured; run again on the same output folder, it resumes where the last checkpoint stands.
+
+    Beside the checkpoints it writes ``model/``, a folder that timm and the Hub read.
+
+    Returns:
+        The last evaluation's ``top1``, ``top5`` and ``loss``, and its count ``images``.
+
+    Raises:
+        ValueError: the output folder holds another run, or the data do not fit the configuration.
+        FloatingPointError: the loss or a gradient is not finite; names the step and the layer.
+    """
+    folder = claim_output(config.output, dataclasses.asdict(config))
+    L.seed_everything(config.seed, verbose=False)
+    trainer = build_trainer(config.trainer, folder=folder, clip_norm=config.optim.clip_norm, monitor="val/top1")
+    data = _image_data(config, trainer)
+    train_loader, val_loader = data.train_loader(), data.val_loader()
+    steps_per_epoch = math.ceil(len(train_loader) / config.trainer.accumulate)
+    module = ClassificationModule(
+        config,
+        data.class_names,
+        total_steps=steps_per_epoch * config.trainer.epochs,
+        steps_per_epoch=steps_per_epoch,
+        global_batch=config.data.batch_size * trainer.world_size * config.trainer.accumulate,
+    )
+    trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
+    if trainer.is_global_zero:
+        _export(module, folder / "model")
+    return module.result
+
+
+def evaluate(
+    config: ClassificationConfig, weights: str | Path, class_names: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Evaluate weights on the validation images of a configuration.
+
+    Args:
+        config: names the model and the images.
+        weights: a checkpoint or weight file that fits the model exactly.
+        class_names: the classes that the weights were trained for; by default those of the images.
+
+    Returns:
+        ``top1``, ``top5``, ``loss`` and the count ``images``, the same for any number of processes.
+    """
+    trainer = build_trainer(config.trainer)
+    data = _image_data(config, trainer, class_names)
+    module = ClassificationModule(without_start_weights(config), data.class_names)
+    load_weights(module.model, weights)
+    trainer.validate(module, data.val_loader(), verbose=False)
+    return module.result
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """The configuration (as a mapping) and the class names stored in a training checkpoint.
+
+    Raises:
+        ValueError: the file is no training checkpoint of this package.
+    """
+    content = read_state_dict(path)
+    stored = content.get("hyper_parameters")
+    if not isinstance(stored, dict) or not {"config", "class_names"} <= stored.keys():
+        raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
+    config, class_names = stored["config"], stored["class_names"]
+    if not isinstance(config, dict) or not isinstance(class_names, list):
+        raise ValueError(f"{path}: its configuration or class names are damaged")
+    if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
+        warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=2)
+    return config, [str(name) for name in class_names]
+
+
+def normalization(config: ModelConfig) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation per channel: as configured, else the model's own (averaged for grey images).
+
+    Raises:
+        ValueError: they are not configured and the model's own do not fit the number of channels.
+    """
+    own = timm.models.get_pretrained_cfg(config.name) if timm.is_model(config.name) else None
+    values = []
+    for name in ("mean", "std"):
+        value = getattr(config, name) or list(getattr(own, name, ()) or ())
+        if len(value) != config.in_chans:
+            if getattr(config, name) or config.in_chans != 1 or not value:
+                raise ValueError(f"model.{name} has {len(value)} values for {config.in_chans} channels; give one each")
+            value = [sum(value) / len(value)]
+        values.append(value)
+    return values[0], values[1]
+
+
+def _image_data(
+    config: ClassificationConfig, trainer: L.Trainer, class_names: Sequence[str] | None = None
+) -> ImageData:
+    mean, std = normalization(config.model)
+    return ImageData(
+        config.data,
+        in_chans=config.model.in_chans,
+        mean=mean,
+        std=std,
+        seed=config.seed,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        class_names=class_names,
+    )
+
+
+def without_start_weights(config: ClassificationConfig) -> ClassificationConfig:
+    """The configuration without what the model was first initialised from: it is about to be overwritten."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None, pretrained=False))
+
+
+def _export(module: ClassificationModule, folder: Path) -> None:
+    """Write the model as timm's folder: ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads it."""
+    config, model = module.config, cast(Any, module.model)
+    mean, std = normalization(config.model)
+    model.pretrained_cfg = {
+        **model.pretrained_cfg,
+        "input_size": (config.model.in_chans, config.data.image_size, config.data.image_size),
+        "mean": tuple(mean),
+        "std": tuple(std),
+        "crop_pct": config.data.crop_pct,
+        "crop_mode": config.data.crop_mode,
+        "interpolation": config.data.interpolation,
+        "num_classes": len(module.class_names),
+    }
+    timm.models.save_for_hf(
+        model,
+        str(folder),
+        safe_serialization=True,
+        model_config={"label_names": module.class_names},
+        model_args={**config.model.kwargs, "in_chans": config.model.in_chans},
+    )

@@ -1,0 +1,1 @@
+"""What every task shares: configuration, optimiser, schedule, loaders that resume, callbacks and the engine."""

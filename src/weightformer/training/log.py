@@ -1,0 +1,50 @@
+"""An append-only log of a run: one JSON object a line, flushed as it is written."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+__all__ = ["JSONLinesLogger"]
+
+
+class JSONLinesLogger(Logger):
+    """Writes ``{"time", "step", ...metrics}`` lines to one file, never rewriting it.
+
+    A resumed run appends to the same file: where a step occurs twice, the later line is the one that counts.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    @property
+    def name(self) -> str:
+        """The file's stem."""
+        return self.path.stem
+
+    @property
+    def version(self) -> str:
+        """There is one version: the file is appended to."""
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Append one line."""
+        self._append({"step": step, **metrics})
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Mark the start, or the resumption, of a run."""
+        self._append({"event": "start"})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
