@@ -1,6 +1,6 @@
 """GPU kernels of the depthwise convolution, alone or with what follows it in a block (loaded on demand).
 
-Forward: one pass reads the tokens and writes ``stream = residual + conv + bias`` and, if asked, its LayerNorm.
+Forward: one pass reads the tokens and writes ``z = residual + conv + bias`` and, if asked, its LayerNorm.
 Backward of the convolution: one pass reads the output's gradient around each token once, for both the gradient of the
 tokens and that of the kernel, whose partial sums (one a tile) are added afterwards: no atomics, so it is deterministic.
 
@@ -26,7 +26,7 @@ def _forward_kernel(
     bias,
     norm_weight,
     norm_bias,
-    stream,
+    z,
     normed,
     height,
     width,
@@ -61,8 +61,8 @@ def _forward_kernel(
                 acc += value  # on its own: 1 + tap would round the tap away
     offset = token_offset(image, rows, cols, height, width, C)[:, None] + c[None, :]
     mask = ((rows < height) & (cols < width))[:, None] & in_c[None, :]
-    rounded = acc.to(stream.dtype.element_ty)
-    tl.store(stream + offset, rounded, mask=mask)
+    rounded = acc.to(z.dtype.element_ty)
+    tl.store(z + offset, rounded, mask=mask)
     if NORM:
         s = rounded.to(tl.float32)
         mean = tl.sum(s, axis=1) / C
@@ -147,8 +147,8 @@ def convolve(
     """The forward kernel: (x + conv(x)) or conv(x), and its LayerNorm if ``norm`` gives (weight, bias, eps, dtype)."""
     x = x.contiguous()
     _, height, width, channels = x.shape
-    stream = torch.empty_like(x)
-    normed = torch.empty_like(x, dtype=norm[3]) if norm else stream
+    z = torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=norm[3]) if norm else z
     norm_weight, norm_bias, eps, _ = norm or (bias, bias, 0.0, None)
     block_c = pad_channels(channels)
     tile_h, tile_w = _tile_shape(block_c)
@@ -160,7 +160,7 @@ def convolve(
         bias.contiguous(),
         norm_weight.contiguous(),
         norm_bias.contiguous(),
-        stream,
+        z,
         normed,
         height,
         width,
@@ -175,7 +175,7 @@ def convolve(
         TILE_W=tile_w,
         num_warps=8,
     )
-    return stream, normed
+    return z, normed
 
 
 def convolve_backward(grad: Tensor, x: Tensor, kernel: Tensor, *, residual: bool) -> tuple[Tensor, Tensor]:

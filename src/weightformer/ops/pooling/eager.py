@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightformer.ops.precision import full_precision, wide
 
-__all__ = ["interval_matrix", "pool_2x2", "region_mean"]
+__all__ = ["pool_2x2", "region_mean"]
 
 
 def pool_2x2(x: Tensor) -> Tensor:
@@ -30,13 +30,13 @@ def region_mean(x: Tensor, size: int) -> Tensor:
     batch, height, width, channels = x.shape
     with full_precision(x.device):
         x = wide(x)
-        rows = interval_matrix(height, size, x)
-        cols = interval_matrix(width, size, x)
+        rows = _interval_matrix(height, size, x)
+        cols = _interval_matrix(width, size, x)
         x = (rows @ x.reshape(batch, height, width * channels)).view(batch, size, width, channels)
         return cols @ x
 
 
-def interval_matrix(length: int, size: int, like: Tensor) -> Tensor:
+def _interval_matrix(length: int, size: int, like: Tensor) -> Tensor:
     """The (size, length) matrix whose row i averages region i."""
     region = torch.arange(size, device=like.device)[:, None]
     start = region * length // size

@@ -1,7 +1,7 @@
 """GPU forms of the two poolings: each token is read once and the sums are float32 (loaded on demand).
 
-`region_mean` averages every row over its column regions in the kernel; the few rows that remain are combined by one
-small product. Its backward writes each token once, from the regions that hold it: no atomics, so it is deterministic.
+`region_mean` averages along the rows, then with the same kernel along the columns of what remains. Its backward writes
+each token once, from the regions that hold it: no atomics, so it is deterministic.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weightformer.ops.pooling.eager import interval_matrix
 from weightformer.ops.triton_support import check, launch, pad_channels, token_offset
 
 __all__ = ["pool_2x2", "region_mean"]
@@ -49,21 +48,30 @@ def _pool_backward_kernel(
     tl.store(grad_x + token[:, None] * C + c[None, :], (g * 0.25).to(grad_x.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["width"])
-def _region_kernel(x, means, width, K: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, COLS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)  # of all images
-    c = tl.arange(0, BLOCK_C)
+@triton.jit(do_not_specialize=["length"])
+def _interval_mean_kernel(
+    x,  # (lines, length, C)
+    means,  # (lines, K, C)
+    length,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    blocks_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0)
+    c = program % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
-    for j in tl.static_range(K):
-        start = j * width // K
-        end = ((j + 1) * width + K - 1) // K
-        acc = tl.zeros((COLS, BLOCK_C), tl.float32)
-        for first in range(start, end, COLS):
-            col = first + tl.arange(0, COLS)
-            mask = (col < end)[:, None] & in_c[None, :]
-            acc += tl.load(x + (row * width + col)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(acc, axis=0) / (end - start)
-        tl.store(means + (row * K + j) * C + c, mean, mask=in_c)
+    i = program // blocks_c % K
+    line = (program // (blocks_c * K)).to(tl.int64)
+    start = i * length // K
+    end = ((i + 1) * length + K - 1) // K
+    acc = tl.zeros((STEP, BLOCK_C), tl.float32)
+    for first in range(start, end, STEP):
+        position = first + tl.arange(0, STEP)
+        mask = (position < end)[:, None] & in_c[None, :]
+        acc += tl.load(x + (line * length + position)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(means + (line * K + i) * C + c, tl.sum(acc, axis=0) / (end - start), mask=in_c)
 
 
 @triton.jit(do_not_specialize=["height", "width", "tokens"])
@@ -153,23 +161,21 @@ def _pool_backward(ctx, grad):
 _pool_2x2.register_autograd(_pool_backward, setup_context=_pool_setup)
 
 
+def _interval_means(x: Tensor, size: int) -> Tensor:
+    """Means of (lines, length, C) over ``size`` intervals of each line, in float32."""
+    lines, length, channels = x.shape
+    means = x.new_empty(lines, size, channels, dtype=torch.float32)
+    block_c = min(128, pad_channels(channels))
+    programs = lines * size * triton.cdiv(channels, block_c)
+    launch(_interval_mean_kernel, programs, x, means, length, K=size, C=channels, BLOCK_C=block_c, STEP=16)
+    return means
+
+
 @torch.library.custom_op("weightformer::region_mean", mutates_args=())
 def _region_mean(x: Tensor, size: int) -> Tensor:
     batch, height, width, channels = x.shape
-    means = x.new_empty(batch, height, size * channels, dtype=torch.float32)
-    block_c, cols = _blocks(channels)
-    launch(
-        _region_kernel,
-        batch * height,
-        x.contiguous(),
-        means,
-        width,
-        K=size,
-        C=channels,
-        BLOCK_C=block_c,
-        COLS=min(cols, 16),
-    )
-    return (interval_matrix(height, size, means) @ means).view(batch, size, size, channels)
+    columns = _interval_means(x.contiguous().view(batch * height, width, channels), size)
+    return _interval_means(columns.view(batch, height, size * channels), size).view(batch, size, size, channels)
 
 
 @torch.library.custom_op("weightformer::region_mean_backward", mutates_args=())
