@@ -76,7 +76,9 @@ def _load(module: str, name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "weightformer":
             raise
-        raise RuntimeError(f"{module} needs {error.name}, which is not installed: `pip install {error.name}`") from error
+        raise RuntimeError(
+            f"{module} needs {error.name}, which is not installed: `pip install {error.name}`"
+        ) from error
 
 
 def _triton_runs(x: Tensor) -> bool:

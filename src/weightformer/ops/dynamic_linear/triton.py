@@ -167,9 +167,7 @@ gram.register_autograd(_gram_backward, setup_context=_gram_setup)
 
 
 @torch.library.custom_op("weightformer::predicted_weight", mutates_args=())
-def predicted_weight(
-    gram: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
+def predicted_weight(gram: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """The final weights (B, C, O) in ``dtype`` from the Gram matrices (B, R, S)."""
     (r, c), (s, o) = w1.shape, w2.shape
     weight = gram.new_empty(len(gram), c, o, dtype=dtype)

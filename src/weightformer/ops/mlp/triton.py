@@ -90,7 +90,8 @@ def _hidden(
     hidden_GMO = y_GMC.new_empty(groups, tokens, o)
     grad_inner_GMO = hidden_GMO if grad_GMO is None else torch.empty_like(hidden_GMO)
     narrow = y_GMC.dtype != torch.float32
-    block_m, block_o, block_c = (128, 128, 64) if narrow else (64, 64, 32)
+    # The backward holds the gradient and the two factors of the derivative beside the product: half as wide.
+    block_m, block_o, block_c = (128, 128 if grad_GMO is None else 64, 64) if narrow else (64, 64, 32)
     launch(
         _product_kernel,
         groups * triton.cdiv(tokens, block_m) * triton.cdiv(o, block_o),

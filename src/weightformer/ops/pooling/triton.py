@@ -133,9 +133,7 @@ def _pool_2x2_backward(grad: Tensor, height: int, width: int) -> Tensor:
     block_c, rows = _blocks(channels)
     programs = triton.cdiv(tokens, rows)
     grad = grad.contiguous()
-    launch(
-        _pool_backward_kernel, programs, grad, grad_x, height, width, tokens, C=channels, BLOCK_C=block_c, ROWS=rows
-    )
+    launch(_pool_backward_kernel, programs, grad, grad_x, height, width, tokens, C=channels, BLOCK_C=block_c, ROWS=rows)
     return grad_x
 
 
