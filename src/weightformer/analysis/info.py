@@ -47,5 +47,6 @@ def describe(name: str, size: Sequence[int] | None = None, *, in_chans: int = 3,
         f"multiply-adds   {macs / 1e9:.3f} G an image (FLOPs are twice that)",
     ]
     if dynamic:
-        lines.append(f"dynamic blocks  {', '.join(map(str, dynamic))} of {len(list(model.get_submodule("blocks").children()))}")
+        depth = len(list(model.get_submodule("blocks").children()))
+        lines.append(f"dynamic blocks  {', '.join(map(str, dynamic))} of {depth}")
     return "\n".join(lines)

@@ -127,7 +127,10 @@ class ResumableLoader(DataLoader[Any]):
         self.sampler.start = self._batches * (self.batch_size or 1)
         for batch in super().__iter__():
             if isinstance(batch, Exception):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # a cycle through its traceback, collected late, would leave workers waiting for 10 s
             self._batches += 1
             yield batch
 

@@ -133,7 +133,7 @@ class FileDataset(_ImageDataset):
                     image = self.framing(read_image(path, self.in_chans, self.max_pixels))
             except ImageReadError as error:
                 if not self.skip_bad:
-                    raise
+                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such files)") from error
                 warnings.warn(f"passed over: {error}", stacklevel=2)
                 self._bad[place] = True
             else:
