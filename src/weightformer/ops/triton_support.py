@@ -30,12 +30,13 @@ def check(*tensors: Tensor) -> None:
     for tensor in tensors:
         if not (tensor.is_cuda or INTERPRETED):
             raise RuntimeError(
-                f"the Triton kernels need CUDA tensors, got one on {tensor.device}: move the model and its input to the "
-                "GPU, or use implementation('auto')"
+                f"the Triton kernels need CUDA tensors, got one on {tensor.device}: move the model and its input "
+                "to the GPU, or use implementation('auto')"
             )
         if tensor.dtype not in _DTYPES:
             raise RuntimeError(
-                f"the Triton kernels take float32, bfloat16 and float16, got {tensor.dtype}: use implementation('eager')"
+                f"the Triton kernels take float32, bfloat16 and float16, got {tensor.dtype}: use "
+                "implementation('eager')"
             )
 
 
