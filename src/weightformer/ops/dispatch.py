@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,8 @@ def implementation(name: str) -> Iterator[None]:
     """Run every op of the package in the named form inside the `with` block.
 
     ``reference`` is the formula, in any dtype; ``eager`` the fast form in plain PyTorch; ``native`` the optional C++
-    form; ``triton`` the GPU kernels; ``auto`` (the default outside any block) takes the fastest form that is present.
+    form; ``triton`` the GPU kernels; ``auto`` (the default outside any block) takes the fastest form that is present:
+    the GPU kernels for CUDA tensors, unless a graph is being captured, and ``eager`` elsewhere.
     The choice holds for the whole process, all threads included.
 
     Args:
@@ -64,28 +66,26 @@ def on_demand(module: str, name: str) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _load(module, name)(*args, **kwargs)
+        if module not in sys.modules:
+            _load(module)
+        return getattr(sys.modules[module], name)(*args, **kwargs)
 
     return call
 
 
-@torch.compiler.assume_constant_result
-def _load(module: str, name: str) -> Callable[..., Any]:
+def _load(module: str) -> None:
     try:
-        return getattr(importlib.import_module(module), name)
+        importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "weightformer":
+        package = (error.name or "").split(".")[0]
+        if package in ("", "weightformer"):
             raise
-        raise RuntimeError(
-            f"{module} needs {error.name}, which is not installed: `pip install {error.name}`"
-        ) from error
+        raise RuntimeError(f"{module} needs {package}, which is not installed: `pip install {package}`") from error
 
 
 def _triton_runs(x: Tensor) -> bool:
-    """Whether the kernels are the fast form: a GPU they compile for, a width they compute in, no export under way."""
-    if not (x.is_cuda and _TRITON_INSTALLED and x.dtype != torch.float64):
-        return False
-    if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+    """Whether the kernels are the fast form: a GPU they compile for, a dtype they compute in, no graph captured."""
+    if not (x.is_cuda and _TRITON_INSTALLED and x.dtype != torch.float64) or capturing():
         return False
     return torch.cuda.get_device_properties(x.device).major >= 8
 
