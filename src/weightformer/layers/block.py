@@ -89,7 +89,7 @@ class Block(nn.Module):
         conv, fc1, fc2, norm = self.conv, self.fc1, self.fc2, self.norm2
         kernel = conv.predict(x) if self.dynamic else conv.weight.squeeze(1)
         x, y = ops.depthwise_norm(x, kernel, conv.bias, norm.weight, norm.bias, norm.eps)
-        weight = fc1.predict(y) if self.dynamic else fc1.weight
+        weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
         dropping = self.training and not isinstance(self.drop_path, nn.Identity)
         gate = self.drop_path(x.new_ones(len(x), 1, 1, 1)) if dropping else None
         return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weightformer.ops.depthwise_norm import eager, reference
-from weightformer.ops.dispatch import select
+from weightformer.ops.dispatch import on_demand, select
 
 __all__ = ["depthwise_norm"]
 
@@ -35,5 +35,9 @@ def depthwise_norm(
             f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (C, K, K) or (B, C, K, K), "
             "K odd"
         )
-    forms = {"reference": reference.depthwise_norm, "eager": eager.depthwise_norm}
-    return select("depthwise_norm", forms)(x, kernel, bias, weight, shift, eps)
+    forms = {
+        "reference": reference.depthwise_norm,
+        "eager": eager.depthwise_norm,
+        "triton": on_demand("weightformer.ops.depthwise_norm.triton", "depthwise_norm"),
+    }
+    return select("depthwise_norm", forms, x)(x, kernel, bias, weight, shift, eps)

@@ -70,13 +70,21 @@ def weight_from_tokens(
 
 
 def linear_weight(
-    left_BPR: Tensor, right_BPS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float
+    left_BPR: Tensor,
+    right_BPS: Tensor,
+    w1_RC: Tensor,
+    w2_SO: Tensor,
+    static_CO: Tensor,
+    scale: float,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     pooled, (r, c), (s, o) = left_BPR.shape[1], w1_RC.shape, w2_SO.shape
     # A symbolic token count (export with free sizes) must not be compared: the graph would hold one side only.
     if not isinstance(pooled, torch.SymInt) and cheaper_order(pooled, r, s, c, o) == "tokens":
-        return weight_from_tokens(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    return weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale)
+        weight_BCO = weight_from_tokens(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
+    else:
+        weight_BCO = weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale)
+    return weight_BCO if dtype is None else weight_BCO.to(dtype)
 
 
 def dynamic_linear(
@@ -89,5 +97,5 @@ def dynamic_linear(
     bias_O: Tensor,
     scale: float,
 ) -> Tensor:
-    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    return torch.baddbmm(bias_O.to(x_BNC.dtype), x_BNC, weight_BCO.to(x_BNC.dtype))
+    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, x_BNC.dtype)
+    return torch.baddbmm(bias_O.to(x_BNC.dtype), x_BNC, weight_BCO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weightformer.ops.dispatch import select
+from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.mlp import eager, reference
 
 __all__ = ["mlp"]
@@ -45,5 +45,9 @@ def mlp(
         raise ValueError(
             f"tokens {tuple(x.shape)} and {tuple(y.shape)} do not fit weights {tuple(w1.shape)} and {tuple(w2.shape)}"
         )
-    forms = {"reference": reference.mlp, "eager": eager.mlp}
-    return select("mlp", forms)(x, y, w1, b1, w2, b2, gate, approximate)
+    forms = {
+        "reference": reference.mlp,
+        "eager": eager.mlp,
+        "triton": on_demand("weightformer.ops.mlp.triton", "mlp"),
+    }
+    return select("mlp", forms, x)(x, y, w1, b1, w2, b2, gate, approximate)

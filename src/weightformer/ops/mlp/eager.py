@@ -62,7 +62,10 @@ class _RowBlocks(torch.autograd.Function):
         for g, h_MO in enumerate(hidden):
             for rows in _blocks(len(h_MO), _FORWARD_ROWS):
                 out_GMC[g, rows] = product(
-                    F.gelu(h_MO[rows], approximate=approximate), w2_CO, b2, add=None if x_GMC is None else x_GMC[g, rows]
+                    F.gelu(h_MO[rows], approximate=approximate),
+                    w2_CO,
+                    b2,
+                    add=None if x_GMC is None else x_GMC[g, rows],
                 )
         ctx.save_for_backward(y_GMC, w1_GCO, w2_CO, *hidden)
         ctx.approximate = approximate
