@@ -1,4 +1,4 @@
-"""Speed on one GPU: each kernel's share of the measured copy bandwidth, then whole models. Run by gpu.sh, after parity."""
+"""Speed of one GPU: each kernel beside the measured copy bandwidth, then whole models. Run by gpu.sh, after parity."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ MODELS = ["auto", "eager", "released", "deit-fused", "deit-explicit"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One call, with the bytes it must move (inputs read once, outputs written once) and its floating-point operations."""
+    """One call, the bytes it must move (inputs read once, outputs written once) and its floating-point operations."""
 
     name: str
     call: Callable[[], Any]
@@ -47,31 +48,30 @@ def kernels(batch: int, side: int, c: int, device: str) -> Iterator[Kernel]:
     o, r, tokens, pooled = 4 * c, c // 4, side * side, (side // 2) ** 2
     x, vector = draw(batch, side, side, c), draw(c)
     static, per_image = draw(c, 3, 3), draw(batch, 3, 3, c).movedim(-1, -3)
+    norm = vector, vector, vector, 1e-6
     for name, kernel in (("depthwise + norm, static", static), ("depthwise + norm, per image", per_image)):
-        call = lambda kernel=kernel: ops.depthwise_norm(x, kernel, vector, vector, vector, 1e-6)  # noqa: E731
+        call = partial(ops.depthwise_norm, x, kernel, *norm)
         yield Kernel(name, call, 3 * size(x) + size(kernel), 2 * 9 * x.numel())
-    call = lambda: depthwise_norm_backward(x, x, x, per_image, x, vector, 1e-6)  # noqa: E731
+    call = partial(depthwise_norm_backward, x, x, x, per_image, x, vector, 1e-6)
     yield Kernel("depthwise + norm, backward", call, 7 * size(x) + 2 * size(per_image), 2 * 27 * x.numel())
 
     hidden, bias = draw(batch, tokens, o), draw(o)
     y, w1 = x.view(batch, tokens, c), draw(batch, c, o)
     shared, w1_static = x.view(1, batch * tokens, c), draw(o, c).mT[None]
     flops = 2 * batch * tokens * c * o
-    for name, args in (("product + GELU, per image", (y, w1)), ("product + GELU, static", (shared, w1_static))):
-        call = lambda args=args: _hidden(*args, bias, "none")  # noqa: E731
-        yield Kernel(name, call, size(*args, hidden), flops)
-    call = lambda: _hidden(y, w1, bias, "none", hidden)  # noqa: E731
+    for name, *operands in (("product + GELU, per image", y, w1), ("product + GELU, static", shared, w1_static)):
+        yield Kernel(name, partial(_hidden, *operands, bias, "none"), size(*operands, hidden), flops)
+    call = partial(_hidden, y, w1, bias, "none", hidden)
     yield Kernel("product + GELU, backward", call, size(y, w1) + 3 * size(hidden), flops)
 
     left, right = draw(batch, pooled, r + c).split((r, c), -1)
-    grams, w2 = draw(batch, r, c, dtype=torch.float32), draw(c, o)
-    call = lambda: gram(left, right)  # noqa: E731
-    yield Kernel("Gram matrix", call, size(left, right, grams), 2 * batch * pooled * r * c)
-    call = lambda: predicted_weight(grams, draw_w1, w2, w0, 1e-3, torch.bfloat16)  # noqa: E731
-    draw_w1, w0 = draw(r, c), draw(c, o)
-    yield Kernel("predicted weight", call, size(grams, draw_w1, w2, w0, w1), 2 * batch * (r * c * o + r * c * o))
-    yield Kernel("2 x 2 pooling", lambda: ops.pool_2x2(x), size(x) + size(x) // 4, x.numel())
-    yield Kernel("region means", lambda: ops.region_mean(x, 3), size(x), x.numel())
+    grams = draw(batch, r, c, dtype=torch.float32)
+    yield Kernel("Gram matrix", partial(gram, left, right), size(left, right, grams), 2 * batch * pooled * r * c)
+    factors = draw(r, c), draw(c, o), draw(c, o)
+    call = partial(predicted_weight, grams, *factors, 1e-3, torch.bfloat16)
+    yield Kernel("predicted weight", call, size(grams, *factors, w1), 4 * batch * r * c * o)
+    yield Kernel("2 x 2 pooling", partial(ops.pool_2x2, x), size(x) + size(x) // 4, x.numel())
+    yield Kernel("region means", partial(ops.region_mean, x, 3), size(x), x.numel())
 
 
 def seconds(call: Callable[[], Any], device: str) -> tuple[float, float, float]:
@@ -87,6 +87,13 @@ def seconds(call: Callable[[], Any], device: str) -> tuple[float, float, float]:
         call()
         samples.append(time.perf_counter() - start)
     return statistics.median(samples), min(samples), max(samples)
+
+
+def copy_bandwidth(values: int, device: str) -> float:
+    """Bytes read and written a second by a copy of float32 ``values``."""
+    source = torch.randn(values, device=device)
+    target = torch.empty_like(source)
+    return 2 * size(source) / seconds(partial(target.copy_, source), device)[0]
 
 
 def measure_kernels(batch: int, side: int, channels: int, bandwidth: float, device: str) -> list[dict[str, Any]]:
@@ -131,10 +138,7 @@ def main() -> None:
     folder = args.output or Path("runs/gpu-dry-run" if args.dry_run else "benchmarks/results/gpu")
     folder.mkdir(parents=True, exist_ok=True)
 
-    source = torch.randn(2**12 if args.dry_run else 2**28, device=device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * size(source) / seconds(lambda: target.copy_(source), device)[0]
-    del source, target
+    bandwidth = copy_bandwidth(2**12 if args.dry_run else 2**28, device)
     print(f"copy, read + written: {bandwidth / 1e9:.0f} GB/s")
     shapes = [(2, 5, 32)] if args.dry_run else [(256, 14, 192), (16, 78, 192), (256, 14, 384)]
     rows = [row for shape in shapes for row in measure_kernels(*shape, bandwidth, device)]
