@@ -67,9 +67,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, H, W, C), same size out."""
-        x = self.norm1(x)
         if self._fuses():
             return self._fused(x)
+        x = self.norm1(x)
         x = x + self.conv(x)
         return x + self.drop_path(self.fc2(self.act(self.fc1(self.norm2(x)))))
 
@@ -84,7 +84,8 @@ class Block(nn.Module):
         )
 
     def _fused(self, x: Tensor) -> Tensor:
-        """`forward` after norm1, in the ops that compute several of its steps at once."""
+        """`forward` in the ops that compute several of its steps at once."""
+        x = self.norm1(x)
         conv, fc1, fc2, norm = self.conv, self.fc1, self.fc2, self.norm2
         kernel = conv.predict(x) if self.dynamic else conv.weight.squeeze(1)
         x, y = ops.depthwise_norm(x, kernel, conv.bias, norm.weight, norm.bias, norm.eps)

@@ -1,5 +1,6 @@
 """Pure tensor functions without parameters; a readable reference stands beside each fast form."""
 
+from weightformer.ops import native
 from weightformer.ops.depthwise_norm import depthwise_norm
 from weightformer.ops.dispatch import IMPLEMENTATIONS, implementation
 from weightformer.ops.dynamic_depthwise import dynamic_depthwise_conv2d
@@ -16,6 +17,7 @@ __all__ = [
     "implementation",
     "linear_weight",
     "mlp",
+    "native",
     "normalize_update",
     "pool_2x2",
     "region_mean",

@@ -25,7 +25,8 @@ def implementation(name: str) -> Iterator[None]:
 
     ``reference`` is the formula, in any dtype; ``eager`` the fast form in plain PyTorch; ``native`` the optional C++
     form; ``triton`` the GPU kernels; ``auto`` (the default outside any block) takes the fastest form that is present:
-    the GPU kernels for CUDA tensors, unless a graph is being captured, and ``eager`` elsewhere.
+    the GPU kernels for CUDA tensors, the C++ forms for float32 on a CPU once `weightformer.ops.native.build` has run,
+    neither while a graph is being captured, and ``eager`` elsewhere.
     The choice holds for the whole process, all threads included.
 
     Args:
@@ -52,7 +53,8 @@ def select(op: str, forms: Mapping[str, Callable[..., Any]], x: Tensor) -> Calla
     """
     name = _selected
     if name == "auto":
-        name = "triton" if "triton" in forms and _triton_runs(x) else "eager"
+        runs = {"triton": _triton_runs, "native": _native_runs}
+        name = next((form for form, suits in runs.items() if form in forms and suits(x)), "eager")
     if name not in forms:
         raise RuntimeError(f"{op} has no {name!r} implementation here; available: {', '.join(forms)}")
     return forms[name]
@@ -88,6 +90,12 @@ def _triton_runs(x: Tensor) -> bool:
     if not (x.is_cuda and _TRITON_INSTALLED and x.dtype != torch.float64) or capturing():
         return False
     return torch.cuda.get_device_properties(x.device).major >= 8
+
+
+def _native_runs(x: Tensor) -> bool:
+    from weightformer.ops import native  # which needs this module
+
+    return native.suits(x)
 
 
 def capturing() -> bool:

@@ -38,6 +38,7 @@ def depthwise_norm(
     forms = {
         "reference": reference.depthwise_norm,
         "eager": eager.depthwise_norm,
+        "native": on_demand("weightformer.ops.depthwise_norm.native", "depthwise_norm"),
         "triton": on_demand("weightformer.ops.depthwise_norm.triton", "depthwise_norm"),
     }
     return select("depthwise_norm", forms, x)(x, kernel, bias, weight, shift, eps)

@@ -33,6 +33,7 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
     forms = {
         "reference": reference.dynamic_depthwise_conv2d,
         "eager": eager.dynamic_depthwise_conv2d,
+        "native": on_demand("weightformer.ops.dynamic_depthwise.native", "dynamic_depthwise_conv2d"),
         "triton": on_demand("weightformer.ops.dynamic_depthwise.triton", "dynamic_depthwise_conv2d"),
     }
     return select("dynamic_depthwise_conv2d", forms, x)(autocast(x), kernel, bias)

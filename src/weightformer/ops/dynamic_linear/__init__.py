@@ -40,6 +40,7 @@ def linear_weight(
     forms = {
         "reference": reference.linear_weight,
         "eager": eager.linear_weight,
+        "native": eager.linear_weight,  # nothing to add in C++
         "triton": on_demand("weightformer.ops.dynamic_linear.triton", "linear_weight"),
     }
     return select("linear_weight", forms, left)(left, right, w1, w2, static, scale, dtype)
@@ -61,6 +62,7 @@ def dynamic_linear(
     forms = {
         "reference": reference.dynamic_linear,
         "eager": eager.dynamic_linear,
+        "native": eager.dynamic_linear,  # nothing to add in C++
         "triton": on_demand("weightformer.ops.dynamic_linear.triton", "dynamic_linear"),
     }
     return select("dynamic_linear", forms, x)(autocast(x), left, right, w1, w2, static, bias, scale)

@@ -48,6 +48,7 @@ def mlp(
     forms = {
         "reference": reference.mlp,
         "eager": eager.mlp,
+        "native": on_demand("weightformer.ops.mlp.native", "mlp"),
         "triton": on_demand("weightformer.ops.mlp.triton", "mlp"),
     }
     return select("mlp", forms, x)(x, y, w1, b1, w2, b2, gate, approximate)

@@ -6,6 +6,7 @@ O hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from weightformer.ops.mlp import reference
 from weightformer.ops.precision import autocasting
 from weightformer.ops.products import product
 
-__all__ = ["mlp"]
+__all__ = ["backward_blocks", "in_groups", "mlp"]
 
 _FORWARD_ROWS = 512  # tokens whose hidden layer (1.5 MB for C = 192) stays in cache between the two products
 _BACKWARD_ROWS = 1024  # longer: every block adds to the weights' gradients
@@ -28,6 +29,22 @@ def mlp(
 ) -> Tensor:
     if x.device.type != "cpu" or x.numel() == 0 or autocasting(x) or capturing():
         return reference.mlp(x, y, w1, b1, w2, b2, gate, approximate)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))
+    return in_groups(_RowBlocks.apply if learns else forward_blocks, x, y, w1, b1, w2, b2, gate, approximate)
+
+
+def in_groups(
+    form: Callable[..., Tensor],
+    x: Tensor,
+    y: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    gate: Tensor | None,
+    approximate: str,
+) -> Tensor:
+    """Call ``form`` on tokens (G, M, C) and first weights (G, C, O); what a gate scales, it computes without x."""
     shape = x.shape
     if w1.ndim == 2:
         w1_GCO = w1.mT[None]
@@ -35,8 +52,6 @@ def mlp(
     else:
         w1_GCO = w1.to(y.dtype)
         x, y = x.flatten(1, 2), y.flatten(1, 2)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))
-    form = _RowBlocks.apply if learns else forward_blocks
     if gate is None:
         return form(x, y, w1_GCO, b1, w2, b2, approximate).view(shape)
     branch = form(None, y, w1_GCO, b1, w2, b2, approximate).view(shape)
@@ -75,31 +90,43 @@ class _RowBlocks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_GMC: Tensor) -> tuple[Tensor | None, ...]:
         y_GMC, w1_GCO, w2_CO, *hidden = ctx.saved_tensors
-        _, wants_y, wants_w1, wants_b1, wants_w2, wants_b2, _ = ctx.needs_input_grad
-        grad_GMC = grad_GMC.contiguous()
-        sums = torch.promote_types(grad_GMC.dtype, torch.float32)
-        grad_y = torch.empty_like(y_GMC, memory_format=torch.contiguous_format) if wants_y else None
-        grad_w1 = torch.zeros_like(w1_GCO, dtype=sums) if wants_w1 else None
-        grad_w2 = torch.zeros_like(w2_CO, dtype=sums) if wants_w2 else None
-        grad_b1 = w2_CO.new_zeros(w2_CO.shape[1], dtype=sums) if wants_b1 else None
-        for g, h_MO in enumerate(hidden):
-            for rows in _blocks(len(h_MO), _BACKWARD_ROWS):
-                d_mC, h_mO = grad_GMC[g, rows], h_MO[rows]
-                if grad_w2 is not None:
-                    grad_w2 += product(d_mC.mT, F.gelu(h_mO, approximate=ctx.approximate).mT)
-                if not (wants_y or wants_w1 or wants_b1):
-                    continue
-                dh_mO = torch.ops.aten.gelu_backward(product(d_mC, w2_CO.mT), h_mO, approximate=ctx.approximate)
-                if grad_y is not None:
-                    grad_y[g, rows] = product(dh_mO, w1_GCO[g])
-                if grad_w1 is not None:
-                    grad_w1[g] += product(y_GMC[g, rows].mT, dh_mO.mT)
-                if grad_b1 is not None:
-                    grad_b1 += dh_mO.sum(0)
-        grad_b2 = grad_GMC.sum((0, 1)) if wants_b2 else None
-        grad_x = grad_GMC if ctx.needs_input_grad[0] else None
-        to_dtype = (None if s is None else s.to(grad_GMC.dtype) for s in (grad_w1, grad_b1, grad_w2))
-        return grad_x, grad_y, *to_dtype, grad_b2, None
+        wants = ctx.needs_input_grad[:6]
+        return *backward_blocks(grad_GMC, y_GMC, w1_GCO, w2_CO, hidden, ctx.approximate, wants), None
+
+
+def backward_blocks(
+    grad_GMC: Tensor,
+    y_GMC: Tensor,
+    w1_GCO: Tensor,
+    w2_CO: Tensor,
+    hidden_GMO: Sequence[Tensor] | Tensor,
+    approximate: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, y, w1, b1, w2 and b2, where wanted: the activation is recomputed, block by block."""
+    wants_x, wants_y, wants_w1, wants_b1, wants_w2, wants_b2 = wants
+    grad_GMC = grad_GMC.contiguous()
+    sums = torch.promote_types(grad_GMC.dtype, torch.float32)
+    grad_y = torch.empty_like(y_GMC, memory_format=torch.contiguous_format) if wants_y else None
+    grad_w1 = torch.zeros_like(w1_GCO, dtype=sums) if wants_w1 else None
+    grad_w2 = torch.zeros_like(w2_CO, dtype=sums) if wants_w2 else None
+    grad_b1 = w2_CO.new_zeros(w2_CO.shape[1], dtype=sums) if wants_b1 else None
+    for g, h_MO in enumerate(hidden_GMO):
+        for rows in _blocks(len(h_MO), _BACKWARD_ROWS):
+            d_mC, h_mO = grad_GMC[g, rows], h_MO[rows]
+            if grad_w2 is not None:
+                grad_w2 += product(d_mC.mT, F.gelu(h_mO, approximate=approximate).mT)
+            if not (wants_y or wants_w1 or wants_b1):
+                continue
+            dh_mO = torch.ops.aten.gelu_backward(product(d_mC, w2_CO.mT), h_mO, approximate=approximate)
+            if grad_y is not None:
+                grad_y[g, rows] = product(dh_mO, w1_GCO[g])
+            if grad_w1 is not None:
+                grad_w1[g] += product(y_GMC[g, rows].mT, dh_mO.mT)
+            if grad_b1 is not None:
+                grad_b1 += dh_mO.sum(0)
+    narrow = (None if s is None else s.to(grad_GMC.dtype) for s in (grad_w1, grad_b1, grad_w2))
+    return grad_GMC if wants_x else None, grad_y, *narrow, grad_GMC.sum((0, 1)) if wants_b2 else None
 
 
 def forward_blocks(

@@ -22,6 +22,7 @@ def pool_2x2(x: Tensor) -> Tensor:
     forms = {
         "reference": reference.pool_2x2,
         "eager": eager.pool_2x2,
+        "native": eager.pool_2x2,  # nothing to add in C++
         "triton": on_demand("weightformer.ops.pooling.triton", "pool_2x2"),
     }
     return select("pool_2x2", forms, x)(x)
@@ -43,6 +44,7 @@ def region_mean(x: Tensor, size: int) -> Tensor:
     forms = {
         "reference": reference.region_mean,
         "eager": eager.region_mean,
+        "native": eager.region_mean,  # nothing to add in C++
         "triton": on_demand("weightformer.ops.pooling.triton", "region_mean"),
     }
     return select("region_mean", forms, x)(x, size)
