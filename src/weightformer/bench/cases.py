@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weightformer.bench.contenders import logits
 
-__all__ = ["CASES", "Case", "inference_step", "training_step"]
+__all__ = ["CASES", "Case", "captured", "inference_step", "training_step"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def inference_step(model: nn.Module, images: Tensor) -> Callable[[], None]:
 def training_step(model: nn.Module, images: Tensor) -> Callable[[], None]:
     """Forward, cross-entropy, backward and one AdamW step."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, capturable=images.is_cuda)
     target = torch.arange(len(images), device=images.device)
 
     def step() -> None:
@@ -72,3 +72,17 @@ def training_step(model: nn.Module, images: Tensor) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """``step`` as a CUDA graph, whose replay leaves out the time that Python takes to launch the kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import weightformer
 from weightformer.analysis.flops import multiply_adds
 from weightformer.bench import parity, report
-from weightformer.bench.cases import CASES, Case, inference_step, training_step
+from weightformer.bench.cases import CASES, Case, captured, inference_step, training_step
 from weightformer.bench.contenders import OURS, Contender, resolve
 from weightformer.bench.memory import address_space_limit, peak_megabytes
 
@@ -58,6 +58,8 @@ class BenchConfig:
     """A sample repeats the step until it lasts this long."""
     step_limit: float = 60.0
     """Skip a model at a size where a step is expected to take longer, in seconds."""
+    graphs: bool = False
+    """On a GPU, replay every step of every model as a CUDA graph: the kernels' own time, without Python's launches."""
     output: str = "runs/bench"
     """Folder for results.json and report.html."""
 
@@ -134,6 +136,9 @@ def _time(
             with _out_of_memory_is_a_cell(rows[contender.name]):
                 model = contender.load(size, device, dtype)
                 step = (training_step if case.training else inference_step)(model, images)
+                if config.graphs and device.type == "cuda":
+                    with contender.active():
+                        step = captured(step)
                 seconds = min(_seconds(contender, step, 1, device) for _ in range(_WARMUP))
                 running[contender.name] = (contender, step, max(1, round(config.sample_seconds / seconds)))
         samples: dict[str, list[float]] = {name: [] for name in running}
