@@ -22,7 +22,7 @@ class Case:
         unit: as printed.
         higher_is_better: how a ratio reads.
         training: whether it runs the training step; otherwise inference.
-        value: from seconds a step and images a batch to the printed quantity; `None` for peak memory, which is not timed.
+        value: from seconds a step and images a batch to the printed quantity; `None` for peak memory, not timed.
         batch: the batch it fixes, if any.
     """
 

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import timm
 import torch
@@ -100,7 +101,7 @@ def resolve(name: str, variant: str) -> Contender:
 
 
 def _ours(variant: str) -> WeightFormer:
-    model: WeightFormer = timm.create_model(variant)
+    model = cast(WeightFormer, timm.create_model(variant))
     with torch.no_grad():  # a fresh model hardly predicts: make the predicted weights matter to the parity check
         for module in model.modules():
             if isinstance(module, DynamicLinear):
@@ -122,8 +123,9 @@ def _released(variant: str) -> WeightFormer:
 
 
 def _timm(name: str, size: int, fused: bool = True) -> nn.Module:
-    fixed = timm.get_pretrained_cfg(name).fixed_input_size  # type: ignore[union-attr]
-    model = timm.create_model(name, **({"img_size": size} if fixed else {}))
+    arguments: dict[str, Any] = {"img_size": size} if timm.get_pretrained_cfg_value(name, "fixed_input_size") else {}
+    model = timm.create_model(name, **arguments)
+    module: Any
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = fused
@@ -135,7 +137,8 @@ def _external(name: str) -> Callable[[int], nn.Module]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file {path}: a peer is given as PATH:factory, the path of a Python file")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file; a peer is given as PATH:factory")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     factory: Callable[..., nn.Module] | None = getattr(module, factory_name, None)

@@ -110,4 +110,4 @@ def _status(field: str) -> int:
 
 
 if __name__ == "__main__":
-    print(measure(**json.loads(sys.argv[1])))
+    sys.stdout.write(f"{measure(**json.loads(sys.argv[1]))}\n")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightformer.layers import Block, DepthwiseConv2d, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers import DepthwiseConv2d, DynamicDepthwiseConv2d, DynamicLinear
 from weightformer.models import WeightFormer
 
 __all__ = ["ReleasedWeightFormer"]
@@ -37,7 +37,7 @@ def _static_conv(conv: DepthwiseConv2d, x_BNC: Tensor, size: tuple[int, int]) ->
 def _dynamic_conv(conv: DynamicDepthwiseConv2d, x_BNC: Tensor, size: tuple[int, int]) -> Tensor:
     x_BCHW = _to_map(x_BNC, size)
     batch, channels, k = len(x_BCHW), conv.channels, conv.kernel_size
-    pooled = F.adaptive_avg_pool2d(x_BCHW, k)
+    pooled = F.adaptive_avg_pool2d(x_BCHW, k)  # noqa: TID251  # the released order, never exported
     update_BCKK = conv.proj2(F.gelu(conv.proj1(pooled)))
     norm = torch.linalg.vector_norm(update_BCKK, dim=(2, 3), keepdim=True)
     kernel_BCKK = update_BCKK / (norm + 1) + conv.weight.squeeze(1)
@@ -59,7 +59,7 @@ def _dynamic_linear(fc: DynamicLinear, x_BNC: Tensor, size: tuple[int, int]) -> 
     return x_BNC @ (update_BCO / (norm + 1) + fc.weight) + fc.bias
 
 
-def _block(block: Block, x: Tensor, size: tuple[int, int]) -> Tensor:
+def _block(block: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
     if block.dynamic:
         x = block.norm1(x)
         x = x + _dynamic_conv(block.conv, x, size)

@@ -29,7 +29,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def show(results: dict[str, Any], console: Console | None = None) -> None:
-    """Print one table a case, slowest machine facts first, then the slopes."""
+    """Print the machine, one table a case, and the slopes."""
     console = console or Console()
     machine = results["machine"]
     console.print(_header(results))
@@ -187,9 +187,8 @@ def _plot(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
     for x in sorted(set(xs)):
         px, _ = place(x, ys[0])
         parts.append(f'<line x1="{px:.1f}" x2="{px:.1f}" y1="{top}" y2="{height - bottom}" stroke="#eee"/>')
-        parts.append(
-            f'<text x="{px:.1f}" y="{height - bottom + 16}" text-anchor="middle" font-size="11">{math.isqrt(int(x))}</text>'
-        )
+        side, y_text = math.isqrt(int(x)), height - bottom + 16
+        parts.append(f'<text x="{px:.1f}" y="{y_text}" text-anchor="middle" font-size="11">{side}</text>')
     for y in _ticks(y_range):
         _, py = place(xs[0], y)
         parts.append(f'<line x1="{left}" x2="{width - right}" y1="{py:.1f}" y2="{py:.1f}" stroke="#eee"/>')

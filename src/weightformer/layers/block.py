@@ -86,7 +86,9 @@ class Block(nn.Module):
     def _fused(self, x: Tensor) -> Tensor:
         """`forward` in the ops that compute several of its steps at once."""
         x = self.norm1(x)
-        conv, fc1, fc2, norm = self.conv, self.fc1, self.fc2, self.norm2
+        conv: Any = self.conv
+        fc1: Any = self.fc1
+        fc2, norm = self.fc2, self.norm2
         kernel = conv.predict(x) if self.dynamic else conv.weight.squeeze(1)
         x, y = ops.depthwise_norm(x, kernel, conv.bias, norm.weight, norm.bias, norm.eps)
         weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight

@@ -1,8 +1,8 @@
 """Matrix products on a CPU.
 
 torch sends float32 products to MKL, which keeps to narrow vectors on processors of another maker: half the speed of
-oneDNN on an AMD core with AVX-512. oneDNN's product with its epilogues is the operator that torch.compile emits for CPUs;
-where it is missing, or for another dtype, `product` is the plain operator.
+oneDNN on an AMD core with AVX-512. oneDNN's product with its epilogues is the operator that torch.compile emits for
+CPUs; where it is missing, or for another dtype, `product` is the plain operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def accelerated(x: Tensor) -> bool:
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled  # type: ignore[truthy-function]
+        and bool(torch.backends.mkldnn.enabled)
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 

@@ -20,10 +20,7 @@ def depthwise_norm(
     folds = x.dtype in (torch.float32, torch.float64) and not autocasting(x)
     if folds:
         kernel = _with_residual(kernel)
-    if kernel.ndim == 3:
-        y = static_depthwise(x, kernel, bias)
-    else:
-        y = dynamic_depthwise_conv2d(autocast(x), kernel, bias)
+    y = static_depthwise(x, kernel, bias) if kernel.ndim == 3 else dynamic_depthwise_conv2d(autocast(x), kernel, bias)
     z = y if folds else x + y
     return z, F.layer_norm(z, z.shape[-1:], weight, shift, eps)
 

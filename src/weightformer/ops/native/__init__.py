@@ -90,8 +90,10 @@ def check(*tensors: Tensor) -> None:
 @functools.cache
 def _fingerprint() -> str:
     cpu = Path("/proc/cpuinfo")
-    features = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "") if (
-        cpu.is_file()
-    ) else platform.processor()
+    features = (
+        next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+        if (cpu.is_file())
+        else platform.processor()
+    )
     parts = (features, torch.__version__, sys.version.split()[0], _SOURCE.read_text(), *_FLAGS)
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]

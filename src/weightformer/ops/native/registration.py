@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,24 +13,22 @@ from weightformer.ops.mlp.eager import backward_blocks
 _ops = torch.ops.weightformer_native
 
 
-@torch.library.register_fake("weightformer_native::depthwise")
-def _(x: Tensor, kernel: Tensor, bias: Tensor | None, residual: bool) -> Tensor:
+def _fake_depthwise(x: Tensor, kernel: Tensor, bias: Tensor | None, residual: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("weightformer_native::depthwise_kernel_grad")
-def _(x: Tensor, grad: Tensor, size: int) -> Tensor:
+def _fake_depthwise_kernel_grad(x: Tensor, grad: Tensor, size: int) -> Tensor:
     return x.new_empty(x.shape[0], size * size, x.shape[3]).mT.unflatten(2, (size, size))
 
 
-@torch.library.register_fake("weightformer_native::depthwise_norm")
-def _(x: Tensor, kernel: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, ...]:
+def _fake_depthwise_norm(
+    x: Tensor, kernel: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, ...]:
     statistics = (*x.shape[:3], 1)
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(statistics), x.new_empty(statistics)
 
 
-@torch.library.register_fake("weightformer_native::mlp")
-def _(
+def _fake_mlp(
     x: Tensor | None, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, approximate: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     groups, tokens, _ = y.shape
@@ -55,7 +54,8 @@ def _setup_depthwise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _depthwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_convolution_backward(grad, *ctx.saved_tensors, ctx.residual, ctx.needs_input_grad[:3]), None)
+    x, kernel = ctx.saved_tensors
+    return (*_convolution_backward(grad, x, kernel, ctx.residual, ctx.needs_input_grad[:3]), None)
 
 
 def _setup_depthwise_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -91,9 +91,15 @@ def _mlp_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *backward_blocks(grad, y, w1, w2, hidden, form, ctx.needs_input_grad[:6]), None, None
 
 
-torch.library.register_autograd(
-    "weightformer_native::depthwise", _depthwise_backward, setup_context=_setup_depthwise
-)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "depthwise": _fake_depthwise,
+    "depthwise_kernel_grad": _fake_depthwise_kernel_grad,
+    "depthwise_norm": _fake_depthwise_norm,
+    "mlp": _fake_mlp,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"weightformer_native::{_name}", _fake)
+torch.library.register_autograd("weightformer_native::depthwise", _depthwise_backward, setup_context=_setup_depthwise)
 torch.library.register_autograd(
     "weightformer_native::depthwise_norm", _depthwise_norm_backward, setup_context=_setup_depthwise_norm
 )
