@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from weightformer.cli import main
 from weightformer.config import parse_config
 from weightformer.models.checkpoint import read_state_dict, save_weights
-from weightformer.tasks.classification import Config, evaluate, read_checkpoint
+from weightformer.tasks.classification import Config, evaluate, read_checkpoint, train
 from weightformer.tasks.classification.run import normalization
 from weightformer.training.config import ModelConfig
 
@@ -186,6 +186,26 @@ def test_a_run_continues_only_as_it_was(trained: Path, tmp_path: Path, capsys: p
     assert main(["train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--optim.lr", "1"]) == 2
     assert "optim.lr" in capsys.readouterr().err
     assert (folder / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+def test_the_result_is_that_of_the_last_weights_however_the_run_ended(tmp_path: Path) -> None:
+    """Ended between two evaluations, then called again when complete; with averaged weights."""
+    content = {
+        "output": str(tmp_path / "run"),
+        "model": {"in_chans": 1, "kwargs": {"embed_dim": 16, "depth": 2}, "mean": [0.3], "std": [0.4]},
+        "data": {"source": "digits", "image_size": 8, "batch_size": 200, "crop_pct": 1.0},
+        "optim": {"lr": 1e-2, "lr_batch": 0, "warmup_epochs": 0},
+        "trainer": {"epochs": 3, "val_every": 2, "ema_decay": 0.9, "log_every": 1, "accelerator": "cpu"},
+    }
+    config = parse_config(Config, content)
+    last, exported = (tmp_path / "run" / name for name in ("checkpoints/last.ckpt", "model/model.safetensors"))
+    result = train(config)
+    assert result == evaluate(config, last)
+    before = exported.read_bytes()
+    for key, value in read_state_dict(exported).items():
+        assert torch.equal(value, read_state_dict(last)["state_dict"][f"model.{key}"]), key
+    assert train(config) == result
+    assert exported.read_bytes() == before
 
 
 def test_normalization() -> None:
