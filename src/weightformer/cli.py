@@ -136,6 +136,18 @@ def _info(argv: list[str]) -> int:
     return 0
 
 
+def _bench(argv: list[str]) -> int:
+    """Measure speed and memory beside peers: parity first, then interleaved rounds; writes JSON and HTML."""
+    from weightformer.bench import BenchConfig, main as measure
+
+    if _wants_help(argv):
+        return _help("bench [--KEY VALUE ...]", _bench, BenchConfig, [])
+    config = parse_config(BenchConfig, argv=argv)
+    measure(config)
+    print(f"written to {config.output}")
+    return 0
+
+
 def _demo(argv: list[str]) -> int:
     """Train, evaluate and predict on handwritten digits in three minutes, and write an illustrated report."""
     parser = PlainParser(prog="weightformer demo", description=_demo.__doc__)
@@ -152,6 +164,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
     "predict": _predict,
     "info": _info,
+    "bench": _bench,
     "demo": _demo,
 }
 

@@ -57,3 +57,48 @@ def test_arguments_reach_their_part() -> None:
     for name in ("linear_predictor", "conv_predictor"):
         with pytest.raises(ValueError, match=f"unknown {name} 'x'"):
             Block(8, dynamic=True, **{name: "x"})
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_fused_and_plain_blocks_are_one_function(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    block = Block(8, dynamic=dynamic, drop_path=0.5).train()
+    x = torch.randn(5, 3, 5, 8)
+    results = []
+    for fuses in (True, False):
+        block._fuses = lambda fuses=fuses: fuses
+        block.zero_grad()
+        torch.manual_seed(1)
+        tokens = x.clone().requires_grad_()
+        out = block(tokens)
+        out.square().sum().backward()
+        results.append([out.detach(), tokens.grad, *(p.grad for p in block.parameters())])
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["conv", "norm2", "fc1", "act", "fc2"])
+def test_hooks_on_parts_still_run(part: str) -> None:
+    block, x, seen = Block(8, dynamic=True), torch.randn(1, 3, 5, 8), []
+    expected = block(x)
+    handle = block.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
+    torch.testing.assert_close(block(x), expected)
+    assert seen == [part]
+    handle.remove()
+    block(x)
+    assert seen == [part]
+
+
+def test_replaced_and_parametrised_parts_are_respected() -> None:
+    block, x = Block(8), torch.randn(1, 3, 5, 8)
+    torch.nn.utils.parametrizations.spectral_norm(block.fc2)
+    block.eval()
+    y = x + block.conv(x)
+    torch.testing.assert_close(block(x), y + block.fc2(block.act(block.fc1(block.norm2(y)))))
+
+    class Zero(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(*x.shape[:-1], self.out_features)
+
+    block.fc2 = Zero(32, 8)
+    torch.testing.assert_close(block(x), y)

@@ -23,8 +23,8 @@ def test_absent_form_raises_when_called_and_names_the_present_ones(name: str) ->
         ops.implementation(name),
         pytest.raises(RuntimeError, match=rf"op has no '{name}'.*available: reference, eager"),
     ):
-        dispatch.select("op", forms)
-    assert dispatch.select("op", forms) is max
+        dispatch.select("op", forms, TOKENS)
+    assert dispatch.select("op", forms, TOKENS) is max
 
 
 def test_each_op_runs_the_form_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

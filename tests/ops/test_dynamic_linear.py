@@ -42,7 +42,7 @@ def make_inputs(size: tuple[int, ...], dtype: torch.dtype = torch.float64) -> di
 
 def over_tokens(x, left, right, w1, w2, static, bias, scale) -> Tensor:
     """The eager form when it contracts over tokens."""
-    weight = reference.linear_weight(left, right, w1, w2, static, scale)
+    weight = eager.weight_from_tokens(left, right, w1, w2, static, scale)
     return torch.baddbmm(bias, x, weight.to(x.dtype))
 
 
@@ -196,7 +196,7 @@ def test_the_cheaper_order_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "gram", absent)
     assert torch.equal(eager.dynamic_linear(*few.values()), expected[4])
     monkeypatch.undo()
-    monkeypatch.setattr(reference, "linear_weight", absent)
+    monkeypatch.setattr(eager, "weight_from_tokens", absent)
     assert torch.equal(eager.dynamic_linear(*many.values()), expected[400])
 
 
@@ -206,7 +206,7 @@ def test_counted_cost(tokens: int) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     c, o = 192, 768
-    inputs = make_inputs((1, 1, tokens, c // 4, o // 4, c, o), torch.float32)
+    inputs = make_inputs((1, 1, tokens, c // 4, o // 4, c, o))
     flops = {}
     for name in ("tokens", "channels"):
         with FlopCounterMode(display=False) as counter:

@@ -8,10 +8,15 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from weightformer import ops
 from weightformer.layers.depthwise import DepthwiseConv2d, DynamicDepthwiseConv2d
 from weightformer.layers.dynamic_linear import DynamicLinear
+from weightformer.ops.dispatch import capturing
 
 __all__ = ["Block"]
+
+_STATIC_PARTS = (DepthwiseConv2d, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear)
+_DYNAMIC_PARTS = (DynamicDepthwiseConv2d, nn.LayerNorm, DynamicLinear, nn.GELU, nn.Linear)
 
 
 class Block(nn.Module):
@@ -62,6 +67,31 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, H, W, C), same size out."""
+        if self._fuses():
+            return self._fused(x)
         x = self.norm1(x)
         x = x + self.conv(x)
         return x + self.drop_path(self.fc2(self.act(self.fc1(self.norm2(x)))))
+
+    def _fuses(self) -> bool:
+        """Not in a captured graph, nor where someone hooked, replaced or parametrised a part."""
+        if capturing():
+            return False
+        own = _DYNAMIC_PARTS if self.dynamic else _STATIC_PARTS
+        return all(
+            type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+            for module, kind in zip((self.conv, self.norm2, self.fc1, self.act, self.fc2), own, strict=True)
+        )
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """`forward` in the ops that compute several of its steps at once."""
+        x = self.norm1(x)
+        conv: Any = self.conv
+        fc1: Any = self.fc1
+        fc2, norm = self.fc2, self.norm2
+        kernel = conv.predict(x) if self.dynamic else conv.weight.squeeze(1)
+        x, y = ops.depthwise_norm(x, kernel, conv.bias, norm.weight, norm.bias, norm.eps)
+        weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
+        dropping = self.training and not isinstance(self.drop_path, nn.Identity)
+        gate = self.drop_path(x.new_ones(len(x), 1, 1, 1)) if dropping else None
+        return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate)

@@ -67,10 +67,15 @@ class DynamicLinear(nn.Module):
         y = ops.dynamic_linear(x.flatten(1, 2), left, right, self.w1, self.w2, self.weight, self.bias, self.scale(x))
         return y.unflatten(1, x.shape[1:3])
 
-    def predict(self, x: Tensor) -> Tensor:
-        """The weight (B, C, O) that `forward` applies to these tokens (B, H, W, C), in float32 at least."""
+    def predict(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight (B, C, O) that `forward` applies to these tokens (B, H, W, C).
+
+        Args:
+            x: the tokens.
+            dtype: of the weight; by default float32 at least.
+        """
         left, right = self.factors(x)
-        return ops.linear_weight(left, right, self.w1, self.w2, self.weight, self.scale(x))
+        return ops.linear_weight(left, right, self.w1, self.w2, self.weight, self.scale(x), dtype)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The activated features of the pooled tokens, (B, P, C / 4) and (B, P, O / 4)."""

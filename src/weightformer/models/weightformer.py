@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
 from weightformer.models.checkpoint import unwrap
+from weightformer.ops.dispatch import capturing
 
 __all__ = ["PatchEmbed", "WeightFormer"]
 
@@ -59,7 +60,8 @@ class PatchEmbed(nn.Module):
         patch = self.patch_size
         if height < patch or width < patch:
             raise ValueError(f"an image of {height} x {width} px is smaller than one patch of {patch} x {patch} px")
-        image = F.pad(image, (0, -width % patch, 0, -height % patch))
+        if capturing() or height % patch or width % patch:  # a graph with free sizes holds both kinds
+            image = F.pad(image, (0, -width % patch, 0, -height % patch))
         return self.proj(image).permute(0, 2, 3, 1)
 
 

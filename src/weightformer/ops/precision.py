@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["autocast", "full_precision", "normalize_update", "wide"]
+__all__ = ["autocast", "autocasting", "full_precision", "normalize_update", "wide"]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -22,11 +22,16 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+def autocasting(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def autocast(x: Tensor) -> Tensor:
     """``x`` in the dtype that autocast would give a convolution; unchanged outside autocast and in float64."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
+    if autocasting(x) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 

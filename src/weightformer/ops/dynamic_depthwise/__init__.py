@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weightformer.ops.dispatch import select
+from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.dynamic_depthwise import eager, reference
 from weightformer.ops.precision import autocast
 
@@ -30,5 +30,10 @@ def dynamic_depthwise_conv2d(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         raise ValueError(
             f"kernel {tuple(kernel.shape)} does not fit tokens {tuple(x.shape)}: expected (B, C, K, K), K odd"
         )
-    forms = {"reference": reference.dynamic_depthwise_conv2d, "eager": eager.dynamic_depthwise_conv2d}
-    return select("dynamic_depthwise_conv2d", forms)(autocast(x), kernel, bias)
+    forms = {
+        "reference": reference.dynamic_depthwise_conv2d,
+        "eager": eager.dynamic_depthwise_conv2d,
+        "native": on_demand("weightformer.ops.dynamic_depthwise.native", "dynamic_depthwise_conv2d"),
+        "triton": on_demand("weightformer.ops.dynamic_depthwise.triton", "dynamic_depthwise_conv2d"),
+    }
+    return select("dynamic_depthwise_conv2d", forms, x)(autocast(x), kernel, bias)

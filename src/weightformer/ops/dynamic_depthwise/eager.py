@@ -40,7 +40,7 @@ def per_image(x_BHWC: Tensor, kernel_BCKK: Tensor, bias_C: Tensor) -> Tensor:
         F.conv2d(x_BCHW[i : i + 1], kernel_BCKK[i][:, None], bias_C, padding=size // 2, groups=channels)
         for i in range(len(x_BHWC))
     ]
-    return torch.cat(outputs).permute(0, 2, 3, 1)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).permute(0, 2, 3, 1)
 
 
 def shifted(x_BHWC: Tensor, kernel_BCKK: Tensor, bias_C: Tensor) -> Tensor:

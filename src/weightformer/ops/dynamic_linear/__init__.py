@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from weightformer.ops.dispatch import select
+from weightformer.ops.dispatch import on_demand, select
 from weightformer.ops.dynamic_linear import eager, reference
+from weightformer.ops.precision import autocast
 
 __all__ = ["dynamic_linear", "linear_weight"]
 
 
-def linear_weight(left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float) -> Tensor:
+def linear_weight(
+    left: Tensor,
+    right: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    static: Tensor,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The predicted weight ``W = dW / (||dW|| + 1) + static`` with ``dW = scale * (left w1)^T (right w2)``.
 
     The norm runs over the input axis, one per output column. Sums over tokens are taken in float32 at least.
@@ -22,12 +32,18 @@ def linear_weight(left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: T
         w2: expansion of ``right`` to the output width (S, O).
         static: the static weight W0 (C, O).
         scale: C^-0.5 / N, with N the number of tokens before pooling.
+        dtype: of the result, for a product in half precision; by default float32 at least.
 
     Returns:
-        One weight an image (B, C, O), in float32 at least. Without pooled tokens (P = 0) it is ``static``.
+        One weight an image (B, C, O). Without pooled tokens (P = 0) it is ``static``.
     """
-    forms = {"reference": reference.linear_weight, "eager": eager.linear_weight}
-    return select("linear_weight", forms)(left, right, w1, w2, static, scale)
+    forms = {
+        "reference": reference.linear_weight,
+        "eager": eager.linear_weight,
+        "native": eager.linear_weight,  # nothing to add in C++
+        "triton": on_demand("weightformer.ops.dynamic_linear.triton", "linear_weight"),
+    }
+    return select("linear_weight", forms, left)(left, right, w1, w2, static, scale, dtype)
 
 
 def dynamic_linear(
@@ -43,5 +59,10 @@ def dynamic_linear(
     Returns:
         (B, N, O) in the dtype of ``x``, or in autocast's unless ``x`` is float64.
     """
-    forms = {"reference": reference.dynamic_linear, "eager": eager.dynamic_linear}
-    return select("dynamic_linear", forms)(x, left, right, w1, w2, static, bias, scale)
+    forms = {
+        "reference": reference.dynamic_linear,
+        "eager": eager.dynamic_linear,
+        "native": eager.dynamic_linear,  # nothing to add in C++
+        "triton": on_demand("weightformer.ops.dynamic_linear.triton", "dynamic_linear"),
+    }
+    return select("dynamic_linear", forms, x)(autocast(x), left, right, w1, w2, static, bias, scale)

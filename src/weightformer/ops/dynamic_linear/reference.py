@@ -5,6 +5,7 @@ Suffixes: B images, N tokens, P pooled tokens, C input and O output channels, R 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from weightformer.ops.precision import full_precision, normalize_update, wide
@@ -13,13 +14,20 @@ __all__ = ["dynamic_linear", "linear_weight"]
 
 
 def linear_weight(
-    left_BPR: Tensor, right_BPS: Tensor, w1_RC: Tensor, w2_SO: Tensor, static_CO: Tensor, scale: float
+    left_BPR: Tensor,
+    right_BPS: Tensor,
+    w1_RC: Tensor,
+    w2_SO: Tensor,
+    static_CO: Tensor,
+    scale: float,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     with full_precision(left_BPR.device):
         a_BPC = wide(left_BPR) @ wide(w1_RC)
         d_BPO = wide(right_BPS) @ wide(w2_SO)
         update_BCO = scale * (a_BPC.mT @ d_BPO)
-        return normalize_update(update_BCO, dim=1) + static_CO
+        weight_BCO = normalize_update(update_BCO, dim=1) + static_CO
+        return weight_BCO if dtype is None else weight_BCO.to(dtype)
 
 
 def dynamic_linear(
@@ -32,6 +40,5 @@ def dynamic_linear(
     bias_O: Tensor,
     scale: float,
 ) -> Tensor:
-    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
-    y_BNO = x_BNC @ weight_BCO.to(x_BNC.dtype)
-    return y_BNO + bias_O.to(y_BNO.dtype)
+    weight_BCO = linear_weight(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale, x_BNC.dtype)
+    return x_BNC @ weight_BCO + bias_O.to(x_BNC.dtype)

@@ -1,0 +1,155 @@
+"""The benchmark on the micro model: parity before timing, cells instead of crashes, results that add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from weightformer.bench import BenchConfig, main, memory, parity, report, runner
+from weightformer.bench.cases import CASES
+from weightformer.bench.contenders import Contender, resolve
+
+MICRO = {"variant": "weightformer_micro", "rounds": 2, "sample_seconds": 0.001, "batch": 1, "sizes": [32]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("bench")
+    cases = ["throughput", "latency", "training", "memory"]
+    models = ["reference", "eager", "released"]
+    config = BenchConfig(**MICRO | {"cases": cases, "models": models, "sizes": [32, 48], "output": str(folder)})
+    results = main(config)
+    return results | {"folder": folder}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["eager", "released"])
+def test_contenders_equal_the_reference(name: str, training: bool) -> None:
+    contender = resolve(name, "weightformer_micro")
+    result = parity.check(contender, 20, torch.device("cpu"), torch.float32, training=training)
+    assert result.ok, result
+    assert result.output is not None
+    assert (result.gradient is not None) == training
+
+
+def test_the_parity_check_sees_the_predicted_weights() -> None:
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = resolve("reference", "weightformer_micro").build(20)
+            for block in self.model.blocks:
+                if block.dynamic:
+                    nn.init.zeros_(block.fc1.w1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)
+
+    blind = Contender("blind", lambda size: Blind(), twin=resolve("reference", "weightformer_micro"))
+    assert not parity.check(blind, 20, torch.device("cpu"), torch.float32, training=False).ok
+
+
+def test_every_cell_is_there_and_adds_up(results: dict) -> None:
+    rows = results["rows"]
+    assert len(rows) == 4 * 3 * 2
+    assert all(row["status"] == "ok" and row["value"] > 0 for row in rows if row["case"] != "memory")
+    for row in rows:
+        if "seconds" in row:
+            assert row["value"] == CASES[row["case"]].value(row["seconds"], row["batch"])
+            assert row["p10"] <= row["value"] <= row["p90"]
+    gflop = {row["size"]: row["gflop"] for row in rows}
+    assert gflop[48] / gflop[32] == pytest.approx((48 / 32) ** 2, rel=0.1)
+    assert len({row["gflop"] for row in rows if row["size"] == 32}) == 1  # whatever form runs
+
+
+def test_the_files_are_complete_and_self_contained(results: dict) -> None:
+    page = (results["folder"] / "report.html").read_text()
+    assert "<svg" in page
+    assert "slope" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    stored = json.loads((results["folder"] / "results.json").read_text())
+    assert stored["rows"] == results["rows"]
+    assert {"processor", "threads", "torch", "timm", "tf32", "layout"} <= stored["machine"].keys()
+
+
+def test_nothing_is_timed_on_a_red_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runner.parity, "check", lambda *_, **__: parity.Parity(1e-3, None, 1e-5))
+    monkeypatch.setattr(runner, "_time", lambda *_: pytest.fail("timed"))
+    with pytest.raises(ValueError, match="parity is red, nothing is timed: eager in torch.float32"):
+        main(BenchConfig(**MICRO | {"models": ["eager"], "output": str(tmp_path)}))
+
+
+def test_out_of_memory_is_a_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load(self: Contender, size: int, *_: object) -> nn.Module:
+        if size == 32:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return self.build(size).eval()
+
+    monkeypatch.setattr(Contender, "load", load)
+    results = main(BenchConfig(**MICRO | {"models": ["eager"], "output": str(tmp_path)}))
+    assert [row["status"] for row in results["rows"]] == ["out of memory"]
+
+
+def test_an_allocation_that_cannot_fit_raises() -> None:
+    with memory.address_space_limit(torch.device("cpu")), pytest.raises(RuntimeError, match="allocate memory"):
+        torch.empty(2**44)
+    torch.empty(1)
+
+
+def test_memory_counts_what_a_step_allocates(tmp_path: Path) -> None:
+    (tmp_path / "peer.py").write_text(
+        "import torch\n"
+        "class Hog(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.p = torch.nn.Parameter(torch.ones(1))\n"
+        "    def forward(self, x):\n"
+        "        return torch.ones(x.shape[-1] * 100_000).sum() * self.p.view(1, 1)\n"
+    )
+    spec = {"variant": "weightformer_micro", "batch": 1, "dtype": "float32", "device": "cpu", "training": False}
+    peak = memory.peak_megabytes(name=f"{tmp_path / 'peer.py'}:Hog", size=200, threads=1, **spec)
+    assert 75 < peak < 95  # 20 million floats
+
+
+def test_slow_models_are_skipped_where_they_would_take_too_long() -> None:
+    earlier = [{"case": "throughput", "model": "deit-explicit", "ours": False, "size": 224, "seconds": 1.0}]
+    assert runner._expected_seconds("throughput", "deit-explicit", 448, earlier) == 16
+    assert runner._expected_seconds("throughput", "deit-explicit", 224, earlier) == 0
+
+
+@pytest.mark.parametrize(("power", "expected"), [(1, 1.0), (2, 2.0)])
+def test_slope(power: float, expected: float) -> None:
+    assert report.slope([(x, 3 * x**power) for x in (10.0, 40.0, 90.0)]) == pytest.approx(expected)
+
+
+def test_peers_by_path_and_names_that_do_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "peer.py").write_text(
+        "import torch\ndef with_size(size): return torch.nn.Linear(size, 1)\ndef without(): return torch.nn.Identity()\n"
+    )
+    assert resolve(f"{tmp_path / 'peer.py'}:with_size", "").build(7).in_features == 7
+    assert isinstance(resolve(f"{tmp_path / 'peer.py'}:without", "").build(7), nn.Identity)
+    with pytest.raises(ValueError, match="has no 'other'"):
+        resolve(f"{tmp_path / 'peer.py'}:other", "")
+    with pytest.raises(FileNotFoundError, match="no file /nowhere.py"):
+        resolve("/nowhere.py:factory", "")
+    with pytest.raises(ValueError, match="unknown model 'deit-fuse' to measure; choose one of reference, eager"):
+        resolve("deit-fuse", "")
+
+
+def test_explicit_and_fused_attention_are_twins() -> None:
+    explicit = resolve("deit-explicit", "").build(32)
+    fused = resolve("deit-fused", "").build(32)
+    assert not any(block.attn.fused_attn for block in explicit.blocks)
+    assert all(block.attn.fused_attn for block in fused.blocks)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"cases": ["speed"]}, "unknown case 'speed'"), ({"precision": "int8"}, "precision"), ({"rounds": 0}, "positive")],
+)
+def test_configuration_errors(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchConfig(**wrong)
