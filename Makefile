@@ -50,6 +50,9 @@ format: install
 bench: install
 	$(BIN)/weightformer bench
 
+# Silences an advertisement that mkdocs-material prints about its successor.
+docs: export NO_MKDOCS_2_WARNING = 1
+
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 

@@ -73,8 +73,10 @@ def _train(argv: list[str]) -> int:
 
         print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
         return 0
-    _print_result(task.train(config))
-    print(f"written to {config.output}")
+    result = task.train(config)
+    if _is_first_process():
+        _print_result(result)
+        print(f"written to {config.output}")
     return 0
 
 
@@ -94,7 +96,9 @@ def _eval(argv: list[str]) -> int:
         content, class_names = task.read_checkpoint(args.weights)
         where = args.weights
     config = parse_config(task.Config, content, argv, where, arguments)
-    _print_result(task.evaluate(config, args.weights, class_names), as_json=args.json)
+    result = task.evaluate(config, args.weights, class_names)
+    if _is_first_process():
+        _print_result(result, as_json=args.json)
     return 0
 
 
@@ -203,9 +207,11 @@ examples:
   weightformer info weightformer_tiny --size 1248"""
 
 
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
 def _print_result(result: Mapping[str, float], as_json: bool = False) -> None:
-    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
-        return
     if as_json:
         print(json.dumps(dict(result)))
         return

@@ -69,7 +69,7 @@ def build_parser(config: type[Any], arguments: Arguments = (), **kwargs: Any) ->
         **kwargs: for the parser (``prog``, ``usage``, ``description``, ...).
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(exit_on_error=False, print_config=None, **kwargs)
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **kwargs)
     for flags, keywords in arguments:
         parser.add_argument(*flags, **keywords)
     parser.add_class_arguments(config)

@@ -84,7 +84,7 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
 
 
 SIDE_EFFECTS = """
@@ -162,12 +162,27 @@ def without_extras() -> str:
     return WITHOUT_EXTRAS.format(absent=absent)
 
 
-def test_the_core_works_without_any_extra(without_extras: str) -> None:
+def test_what_needs_no_extra_works_without(without_extras: str) -> None:
     code = """
 import timm, torch, weightformer
+from weightformer.cli import main
 model = timm.create_model("weightformer_micro").eval()
 print(*model(torch.rand(1, 3, 33, 41)).shape)
+print(main(["--help"]), main(["info", "weightformer_micro"]))
 """
     result = run(without_extras + code)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["1", "10"]
+    lines = result.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("1 10", "0 0")
+
+
+def test_a_missing_extra_says_what_to_install(without_extras: str) -> None:
+    code = """
+from weightformer.cli import main
+for argv in (["train", "--config", "digits"], ["eval", "x.ckpt"], ["predict", "x.ckpt", "x.png"]):
+    print(main(argv))
+"""
+    result = run(without_extras + code)
+    assert result.stdout.split() == ["2", "2", "2"]
+    for line in result.stderr.splitlines():
+        assert re.fullmatch(r"error: .*pip install ['\"]weightformer\[train\]['\"]", line)

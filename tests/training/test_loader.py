@@ -4,7 +4,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -228,6 +233,22 @@ def test_a_position_with_another_meaning_is_refused() -> None:
         make_loader(11, batch_size=4).load_state_dict(state)
 
 
+class Whole(Noise):
+    def __getitems__(self, keys: list[Key]) -> list[Key]:
+        return keys
+
+
+@pytest.mark.parametrize(("num_items", "world_size", "batch_size"), [(9, 2, 4), (9, 2, 5), (1, 3, 2), (0, 2, 2)])
+def test_ranks_that_run_out_serve_empty_batches(num_items: int, world_size: int, batch_size: int) -> None:
+    ranks = []
+    for rank in range(world_size):
+        sampler = EpochSampler(num_items, seed=0, shuffle=False, rank=rank, world_size=world_size, drop_uneven=False)
+        loader = ResumableLoader(Whole(), sampler, batch_size, collate_fn=lambda batch: batch)
+        ranks.append(list(loader))
+        assert len(ranks[-1]) == len(loader) == -(-num_items // (world_size * batch_size))
+    assert sorted(index for rank in ranks for batch in rank for _, index in batch) == list(range(num_items))
+
+
 class Broken(Noise):
     def __getitems__(self, keys: list[Key]) -> ValueError:
         return ValueError("cannot read a.png")
@@ -303,3 +324,61 @@ def test_lightning_resumes_exactly_after_an_epoch(after_validation: bool, tmp_pa
     resumed = fit(tmp_path, None, tmp_path / "epoch=1.ckpt", {})
     assert_same(resumed.seen, whole.seen[8:])
     assert torch.equal(resumed.weight, whole.weight)
+
+
+UNEVEN = """
+import sys, lightning, torch, torchmetrics
+from weightformer.training.loader import EpochSampler, ResumableLoader
+
+class Images(torch.utils.data.Dataset):
+    def __getitems__(self, keys):
+        return torch.ones(len(keys), 3, 2, 2)
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm2d(3)  # its buffers are shared before every step
+        self.counts = torch.nn.ModuleList([torchmetrics.SumMetric() for _ in range(2)])
+    def training_step(self, batch, _):
+        return self.norm(batch).sum()
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.norm(batch)
+        self.counts[dataloader_idx].update(len(batch))
+    def on_validation_epoch_end(self):
+        print("seen", [int(count.compute()) for count in self.counts])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", use_distributed_sampler=False,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    num_sanity_val_steps=0, default_root_dir=sys.argv[1])
+
+def loader(num_items, train):
+    sampler = EpochSampler(
+        num_items, seed=0, shuffle=train, rank=trainer.global_rank, world_size=2, drop_uneven=train
+    )
+    return ResumableLoader(Images(), sampler, 1, collate_fn=lambda batch: batch)
+
+trainer.fit(Module(), loader(4, True), [loader(1, False), loader(21, False)])
+"""
+
+
+def test_two_processes_evaluate_uneven_shares_without_waiting(tmp_path: Path) -> None:
+    """One image on two processes, and 21, with a model whose every step is collective."""
+    (tmp_path / "run.py").write_text(UNEVEN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "run.py", tmp_path],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output
+    assert output.count("seen [1, 21]") == 2, output

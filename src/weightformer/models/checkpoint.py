@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickletools
 import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 __all__ = ["from_released", "load_weights", "read_state_dict", "save_weights", "to_released", "unwrap"]
 
 StateDict = dict[str, Tensor]
+_Model = TypeVar("_Model", bound=nn.Module)
 _Table = tuple[tuple[str, str], ...]
 
 # (ours, released) for every renamed parameter; in a dynamic block the first group applies, in a static one the second.
@@ -74,9 +77,7 @@ def _rename(key: str, dynamic_blocks: set[str], to_ours: bool) -> str:
     return key
 
 
-def load_weights(
-    model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Any], strict: bool = True
-) -> nn.Module:
+def load_weights(model: _Model, source: str | os.PathLike[str] | Mapping[str, Any], strict: bool = True) -> _Model:
     """Load weights into a model, in our layout or the released one, whatever wraps them.
 
     Args:
@@ -158,12 +159,25 @@ def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     except (SafetensorError, EOFError, OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"{path} is damaged or is no weight file: {_reason(error)}") from error
     except Exception as error:  # pickle.UnpicklingError and whatever a hostile byte stream provokes
-        unsafe = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
-        reason = f"it asks to run {unsafe[1]}, which weights never need" if unsafe else _reason(error)
+        unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
+        name = unsafe[1] if unsafe else _first_global(path)
+        reason = f"it asks to run {name}, which weights never need" if name else _reason(error)
         raise ValueError(f"{path} was refused: {reason}. Convert it to safetensors where it comes from") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict")
     return content
+
+
+def _first_global(path: Path) -> str | None:
+    """The first function that a bare pickle of a newer protocol names, found without running it."""
+    strings: list[str] = []
+    with path.open("rb") as file, suppress(ValueError):
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "STACK_GLOBAL":
+                return ".".join(strings[-2:])
+            if isinstance(argument, str):
+                strings.append(argument)
+    return None
 
 
 def unwrap(content: Mapping[str, Any], own: Collection[str]) -> StateDict:

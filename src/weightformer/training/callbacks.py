@@ -107,6 +107,9 @@ class ProgressBar(TQDMProgressBar):
 class EpochSummary(Callback):
     """One line an epoch on the first process: loss, metrics and the time it took."""
 
+    def __init__(self) -> None:
+        self._start = time.perf_counter()  # a run resumed at the end of an epoch never starts that epoch
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
         self._start = time.perf_counter()

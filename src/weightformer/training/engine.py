@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from weightformer.config import read_yaml
 from weightformer.training.callbacks import EpochSummary, ExponentialMovingAverage, NonFiniteGuard, ProgressBar
 from weightformer.training.checkpoint_io import AtomicCheckpointIO
 from weightformer.training.config import TrainerConfig
@@ -39,7 +40,7 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
     record = folder / "config.yaml"
     text = yaml.safe_dump(dict(config), sort_keys=False)
     if record.exists():
-        before = yaml.safe_load(record.read_text()) or {}
+        before = read_yaml(record)
         changed = [key for key in _differences(before, yaml.safe_load(text)) if key not in _MAY_CHANGE]
         if changed:
             raise ValueError(

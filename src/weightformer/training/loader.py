@@ -103,7 +103,11 @@ class ResumableLoader(DataLoader[Any]):
 
     The position is the same on every rank (Lightning stores rank 0's alone) and counts the batches handed out, not
     those that workers have fetched ahead. A restored position holds for its own epoch and is used once; every other
-    iteration starts at the epoch's first batch. The dataset is asked for `Key`\\ s.
+    iteration starts at the epoch's first batch.
+
+    Every rank serves as many batches, since processes that take part in different numbers of steps wait for each other
+    for ever. Where ranks have uneven shares (evaluation), one that has run out serves an empty batch: what the dataset
+    answers to no keys.
 
     Args:
         dataset: items by (epoch, index), one by one or, with ``__getitems__``, a batch at a time. An exception in
@@ -133,6 +137,13 @@ class ResumableLoader(DataLoader[Any]):
                     del batch  # a cycle through its traceback, collected late, would leave workers waiting for 10 s
             self._batches += 1
             yield batch
+        while self._batches < len(self):
+            self._batches += 1
+            yield self.collate_fn(self.dataset.__getitems__([]))  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        size, longest = self.batch_size or 1, len(range(0, self.sampler.num_shared, self.sampler.world_size))
+        return longest // size if self.drop_last else -(-longest // size)
 
     def state_dict(self) -> dict[str, int]:
         """The position, and the sizes that give it its meaning."""

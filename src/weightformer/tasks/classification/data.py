@@ -170,7 +170,7 @@ class ImageData:
     def val_loader(self) -> ResumableLoader:
         """Every validation image once, in order.
 
-        Ranks may differ by one image, or have none; with ``on_bad_image: skip`` a batch may be smaller or empty.
+        A batch may be smaller than others, or empty: on a rank that has run out of images, or where they are skipped.
         """
         return self._loader(self._val, self._sampler(self.num_val, train=False), drop_last=False)
 

@@ -38,22 +38,18 @@ def iter_predictions(
     config: ClassificationConfig,
     weights: str | Path,
     class_names: Sequence[str],
-    images: Sequence[str | Path],
+    files: Sequence[str | Path],
     top_k: int = 5,
 ) -> Iterator[Prediction]:
-    """Classify files and folders of images, in order; an unreadable image is reported and does not end the work.
+    """Classify image files, in order; an unreadable one is reported and does not end the work.
 
     Args:
         config: names the model and how images are prepared.
         weights: a checkpoint or weight file that fits the model exactly.
         class_names: in the order of the model's outputs.
-        images: files, or folders that are searched for images.
+        files: the images.
         top_k: classes reported an image.
-
-    Raises:
-        FileNotFoundError: a path that does not exist, or folders without any image.
     """
-    files = find_images(images)
     module = ClassificationModule(without_start_weights(config), list(class_names))
     load_weights(module.model, weights)
     device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
@@ -89,15 +85,19 @@ def predict(
     top_k: int = 5,
     save: str | Path | None = None,
 ) -> int:
-    """Classify images and write a table, see `iter_predictions` and `write_predictions`.
+    """Classify files and folders of images and write a table, see `iter_predictions` and `write_predictions`.
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or folders without any image.
 
     Returns:
         The number of images that could not be read.
     """
-    return write_predictions(iter_predictions(config, weights, class_names, images, top_k), save)
+    files = find_images(images)
+    return write_predictions(iter_predictions(config, weights, class_names, files, top_k), save, len(files))
 
 
-def write_predictions(predictions: Iterable[Prediction], path: str | Path | None) -> int:
+def write_predictions(predictions: Iterable[Prediction], path: str | Path | None, total: int | None = None) -> int:
     """Write predictions, row by row as they come, to a ``.csv`` or ``.json`` file; without a path, to the terminal.
 
     Returns:
@@ -109,7 +109,7 @@ def write_predictions(predictions: Iterable[Prediction], path: str | Path | None
     kind = Path(path).suffix if path else ""
     if kind not in ("", ".csv", ".json"):
         raise ValueError(f"predictions are written as .csv or .json, not as {str(path)!r}")
-    shown = track(predictions, "predicting", console=Console(stderr=True), transient=True)
+    shown = track(predictions, "predicting", total=total, console=Console(stderr=True), transient=True)
     if path is None:
         return _write_table(shown)
     failed = 0

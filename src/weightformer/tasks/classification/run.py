@@ -48,6 +48,10 @@ def train(config: ClassificationConfig) -> dict[str, float]:
         global_batch=config.data.batch_size * trainer.world_size * config.trainer.accumulate,
     )
     trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
+    if config.trainer.epochs % config.trainer.val_every or not hasattr(module, "result"):
+        # The last epoch is between two evaluations, or the run was complete already.
+        load_weights(module.model, str(last_checkpoint(folder)))
+        trainer.validate(module, val_loader, verbose=False)
     if trainer.is_global_zero:
         _export(module, folder / "model")
     return module.result

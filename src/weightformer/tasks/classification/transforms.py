@@ -86,7 +86,9 @@ class BatchAugmentation:
 
     def __init__(self, config: DataConfig, *, seed: int, num_items: int) -> None:
         self.pad, self.hflip, self.erasing = config.pad_crop, config.hflip, None
-        self.seed, self.num_items = seed, num_items
+        # Not the framing's seed itself: the three must not draw the same numbers.
+        self.shift_seed, self.erase_seed = derive_seed(seed, 1), derive_seed(seed, 2)
+        self.num_items = num_items
         self._epoch: int | None = None
         if config.erasing:
             from timm.data.random_erasing import RandomErasing
@@ -108,20 +110,17 @@ class BatchAugmentation:
         """Normalised images (B, C, S, S), changed in place."""
         if self.erasing:
             for image, key in zip(images, keys, strict=True):
-                with item_rng(derive_seed(self.seed, _ERASING), *key):  # not the stream that the framing drew from
+                with item_rng(self.erase_seed, *key):
                     self.erasing(image)
         return images
 
     def _draw(self, epoch: int) -> None:
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch, _SHIFTS))
+            generator = torch.Generator().manual_seed(derive_seed(self.shift_seed, epoch))
             shape = (2, self.num_items)
             self._top, self._left = torch.randint(2 * self.pad + 1, shape, generator=generator, dtype=torch.int16)
             self._flip = torch.rand(self.num_items, generator=generator) < self.hflip
             self._epoch = epoch
-
-
-_ERASING, _SHIFTS = 1, 2  # what a derived seed is for
 
 
 def _interpolation(config: DataConfig) -> v2.InterpolationMode:
