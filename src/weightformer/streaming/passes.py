@@ -1,0 +1,213 @@
+"""The forward pass over strips of token rows, exact for any height.
+
+A strip is a tensor (n, W, C) of consecutive token rows. The stages below are generators: each takes strips and yields
+strips of the same rows, so that the blocks of a pass chain like function calls. A 3 x 3 convolution waits for the row
+below, hence each stage runs one row behind the one that feeds it and keeps two rows of its input.
+
+What is global in a dynamic block is a sum over tokens: `RegionSums` for its kernel, a Gram matrix for its weight. Once
+they are known, the block is a static one, so one stage (`apply_block`) serves both kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weightformer import ops
+from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.ops.dynamic_linear.eager import gram, weight_from_gram
+
+__all__ = [
+    "RegionSums",
+    "Segment",
+    "Weights",
+    "apply_block",
+    "dynamic_weights",
+    "gram_sum",
+    "segments",
+    "static_weights",
+]
+
+Strips = Iterator[Tensor]
+
+# The MLP works on as many tokens at a time as stay in cache with their hidden layer.
+_MLP_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks that one pass over the tokens applies: at most one dynamic block, then static ones."""
+
+    dynamic: Block | None
+    static: tuple[Block, ...]
+
+    @property
+    def halo(self) -> int:
+        """Rows that the segment needs above and below the rows it computes: one a convolution."""
+        return len(self.static) + (self.dynamic is not None)
+
+
+def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
+    """Split the blocks before each dynamic one; the first segment has none and may be empty.
+
+    Raises:
+        ValueError: a block predicts its weights by something other than sums over tokens.
+    """
+    groups: list[tuple[Block | None, list[Block]]] = [(None, [])]
+    for i, block in enumerate(blocks):
+        if not isinstance(block, Block):
+            raise ValueError(f"block {i} is a {type(block).__name__}; only weightformer.layers.Block can be streamed")
+        if not block.dynamic:
+            groups[-1][1].append(block)
+            continue
+        if not (isinstance(block.conv, DynamicDepthwiseConv2d) and isinstance(block.fc1, DynamicLinear)):
+            raise ValueError(f"block {i} predicts its weights in a way that cannot be streamed")
+        groups.append((block, []))
+    return [Segment(dynamic, tuple(static)) for dynamic, static in groups]
+
+
+class RegionSums:
+    """Sums of the K x K overlapping regions of `weightformer.ops.region_mean`, in float64 where the device has it.
+
+    Args:
+        height: rows of the whole grid.
+        width: columns of the grid.
+        size: K, regions a side.
+        totals: sums to start from (K, K, C).
+    """
+
+    def __init__(self, height: int, width: int, size: int, totals: Tensor) -> None:
+        self.size, self.totals = size, totals
+        region = torch.arange(size, device=totals.device)
+        self._row_bounds = _region_bounds(region, height)
+        self._col_bounds = _region_bounds(region, width)
+        self._cols = _inside(self._col_bounds, 0, width, totals.dtype)
+
+    def add(self, row: int, strip: Tensor) -> None:
+        """Add rows ``row, row + 1, ...`` of the grid (n, W, C)."""
+        n, width, channels = strip.shape
+        strip = ops.wide(strip)
+        rows = _inside(self._row_bounds, row, n, strip.dtype)
+        by_rows = (rows @ strip.reshape(n, width * channels)).view(self.size, width, channels)
+        self.totals += self._cols @ by_rows.to(self.totals.dtype)
+
+    def mean(self) -> Tensor:
+        """The region means (1, K, K, C)."""
+        count = [end - start for start, end in (self._row_bounds, self._col_bounds)]
+        return (self.totals / (count[0][:, None] * count[1])[:, :, None])[None]
+
+
+def _region_bounds(region: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """First and one past last index of each region of a side: ``[floor(i n / K), ceil((i + 1) n / K))``."""
+    size = len(region)
+    return region * length // size, ((region + 1) * length + size - 1) // size
+
+
+def _inside(bounds: tuple[Tensor, Tensor], start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """(K, count): 1 where position ``start + j`` lies in region i."""
+    first, end = (bound[:, None] for bound in bounds)
+    position = torch.arange(start, start + count, device=first.device)
+    return ((position >= first) & (position < end)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All that `apply_block` needs of a block whose weights are known."""
+
+    kernel: Tensor  # (C, 1, 3, 3)
+    kernel_bias: Tensor
+    norm: nn.Module
+    fc1: Tensor  # (O, C)
+    fc1_bias: Tensor
+    act: Callable[[Tensor], Tensor]
+    fc2: nn.Module
+
+
+def static_weights(block: Block) -> Weights:
+    """The parameters of a static block."""
+    conv, fc1 = block.conv, block.fc1
+    return Weights(conv.weight, conv.bias, block.norm2, fc1.weight, fc1.bias, block.act, block.fc2)
+
+
+def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tokens: int) -> Weights:
+    """What a dynamic block predicts from the sums over its tokens.
+
+    Args:
+        region_means: (1, 3, 3, C) of the tokens that enter its convolution.
+        gram: (1, C / 4, O / 4) of `gram_sum`; ``None`` while only the convolution is wanted.
+        tokens: N, the number of tokens of the image.
+    """
+    conv, fc1 = block.conv, block.fc1
+    kernel = conv.kernel(region_means)[0, :, None].to(conv.bias.dtype)
+    weight = fc1.weight.mT
+    if gram is not None:
+        w1, w2, static = (w.to(gram.dtype) for w in (fc1.w1, fc1.w2, fc1.weight))
+        weight = weight_from_gram(gram, w1, w2, static, fc1.in_features**-0.5 / tokens)[0].mT.to(fc1.weight.dtype)
+    return Weights(kernel, conv.bias, block.norm2, weight.contiguous(), fc1.bias, block.act, block.fc2)
+
+
+def gram_sum(block: Block, weights: Weights, strips: Strips, top: bool, bottom: bool, total: Tensor) -> Tensor:
+    """Add to ``total`` (1, C / 4, O / 4) the Gram matrix of the tokens that enter the block's dynamic linear layer.
+
+    The rows must start on an even row of the grid, as 2 x 2 pooling does; an odd last row is dropped, as it is there.
+    """
+    mixed = _convolved(_with_neighbours(strips, top, bottom), weights)
+    for pairs in _row_pairs(weights.norm(strip) for strip in mixed):
+        left, right = block.fc1.factors(pairs[None])
+        total += gram(left, right)
+    return total
+
+
+def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> Strips:
+    """``x = x + conv(x); x = x + fc2(gelu(fc1(norm2(x))))`` on strips.
+
+    Args:
+        weights: the block's parameters, predicted or not.
+        strips: consecutive strips.
+        top: whether the first row is the grid's first; if not, it serves only as the neighbour of the next row.
+        bottom: likewise for the last row.
+    """
+    for x in _convolved(_with_neighbours(strips, top, bottom), weights):
+        for part in x.flatten(0, 1).split(_MLP_TOKENS):
+            part += weights.fc2(weights.act(F.linear(weights.norm(part), weights.fc1, weights.fc1_bias)))
+        yield x
+
+
+def _convolved(windows: Strips, weights: Weights) -> Strips:
+    """``x + conv(x)`` for the inner rows of each window."""
+    for window in windows:
+        y = F.conv2d(
+            window.permute(2, 0, 1)[None], weights.kernel, weights.kernel_bias, padding=(0, 1), groups=window.shape[-1]
+        )
+        yield y[0].permute(1, 2, 0).contiguous().add_(window[1:-1])
+
+
+def _with_neighbours(strips: Strips, top: bool, bottom: bool) -> Strips:
+    """Windows of the same rows with one neighbouring row on either side, zero beyond the grid's own border."""
+    held: Tensor | None = None
+    for strip in strips:
+        if held is None:
+            held = torch.zeros_like(strip[:1]) if top else strip[:0]
+        window = torch.cat([held, strip])
+        held = window[-2:].clone()
+        del strip
+        if len(window) > 2:
+            yield window
+    if bottom and held is not None:
+        yield torch.cat([held, torch.zeros_like(held[:1])])
+
+
+def _row_pairs(strips: Iterable[Tensor]) -> Strips:
+    """The same rows in strips of an even number; an odd last row is dropped."""
+    odd: Tensor | None = None
+    for strip in strips:
+        if odd is not None:
+            strip = torch.cat([odd, strip])
+        even = len(strip) // 2 * 2
+        odd = strip[even:].clone() if even < len(strip) else None
+        if even:
+            yield strip[:even]

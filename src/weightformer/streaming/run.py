@@ -1,0 +1,369 @@
+"""`stream`: the forward pass on an image of any size, strip by strip."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+
+from weightformer.models import WeightFormer
+from weightformer.streaming.outputs import DenseOutput, MeanOutput, Output, accumulator_dtype
+from weightformer.streaming.passes import (
+    RegionSums,
+    Segment,
+    apply_block,
+    dynamic_weights,
+    gram_sum,
+    segments,
+    static_weights,
+)
+from weightformer.streaming.progress import Meter, block_work, embed_work, gram_work, progress_bar
+from weightformer.streaming.rows import Rows
+from weightformer.streaming.sources import Source, open_source
+from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
+
+__all__ = ["stream"]
+
+_READ_BYTES = 16 * 2**20  # of pixels read at once, unless one tile is larger
+
+T = TypeVar("T")
+
+
+@torch.inference_mode()
+def stream(
+    model: WeightFormer,
+    source: Any,
+    *,
+    output: str | Callable[[Tensor], Tensor] = "logits",
+    out: str | os.PathLike[str] | None = None,
+    strip_rows: int = 16,
+    memory: int | str | None = None,
+    workspace: str | os.PathLike[str] | None = None,
+    progress: bool | Callable[[float], None] = True,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | Path:
+    """What ``model.eval()(image)`` returns, computed in memory that does not grow with the height of the image.
+
+    The tokens of the image are kept in memory, or on disk where they exceed ``memory``; everything else takes a few
+    strips. Exact: the same sums over the same tokens, only their order differs.
+
+    Args:
+        model: on any device; runs as in eval mode.
+        source: one image, as `open_source` takes it. Integer pixels are scaled by their type's maximum and normalised
+            by the mean and deviation of ``model.pretrained_cfg``; floating-point ones are the model's own input.
+            One band serves a model of several, and a fourth band (alpha) is dropped for a model of three.
+        output: ``"logits"`` as the forward returns them, ``"pooled"`` (mean token), ``"features"`` (every final token),
+            or a function from final tokens (1, n, W, C) to (1, n, W, K), such as a per-token segmentation head.
+        out: a ``.npy`` or ``.zarr`` path that a dense output is written to as it comes, as (H, W, K).
+        strip_rows: token rows computed together. Fewer take less memory; below 8, also more time.
+        memory: for the tokens, in bytes or as in ``"2GiB"``; half of the device's memory by default. Tokens that
+            exceed it go to ``workspace``, or without one to a temporary folder.
+        workspace: a folder for the tokens, whatever their size. A run that was killed or failed resumes after its last
+            finished pass when it is called again with the same model, image and ``strip_rows``, to the same bits.
+        progress: whether to show a bar on the error stream; or a function called with the finished share, 0 to 1.
+        group: processes that share the image by rows; each calls with the same arguments and gets the same result.
+
+    Returns:
+        (1, num_classes) or (1, C) for a pooled output, (1, H, W, K) for a dense one; the path if ``out`` is given.
+
+    Raises:
+        FileNotFoundError: there is no image at the path.
+        ValueError: an argument is out of range, does not fit the others or the image, or the workspace is another
+            run's.
+        RegionError: pixels could not be read.
+        WorkspaceError: tokens or results could not be written, as on a full disk.
+    """
+    _check_arguments(model, output, out, strip_rows, workspace, group)
+    with _opened(source) as image, progress_bar(image.name, progress) as listener:
+        _check_image(model, image)
+        patch = model.patch_embed.patch_size
+        height, width = -(-image.height // patch), -(-image.width // patch)
+        rows = Rows(height, group)
+        parts = segments(model.blocks)
+        rows.check_halo(max((part.halo for part in parts[1:]), default=0))
+
+        weight = model.patch_embed.proj.weight
+        shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
+        folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device)
+        run = {"model": _digest(model), "strip_rows": str(strip_rows)}
+        run["image"] = image.identity() if folder is not None and not temporary else ""
+        sink = _sink(model, output, None if out is None else Path(out), rows, width)
+        with open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary) as tokens:
+            _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
+            return sink.result()
+
+
+class _Run:
+    """The passes over one image."""
+
+    def __init__(
+        self,
+        model: WeightFormer,
+        image: Source,
+        parts: list[Segment],
+        rows: Rows,
+        width: int,
+        strip_rows: int,
+        tokens: Tokens,
+        listener: Callable[[float], None],
+    ) -> None:
+        self.model, self.image, self.parts, self.tokens = model, image, parts, tokens
+        self.rows, self.width, self.strip_rows = rows, width, strip_rows
+        self.meter = Meter(sum(self._work(number) for number in range(2 * len(parts) - 1)), listener)
+
+    def passes(self, sink: Output) -> None:
+        """Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
+
+        Each pass leaves the tokens as they enter the next dynamic block's convolution, and the sums it needs.
+        """
+        finished, statistics = self.tokens.resume()
+        self.meter.add(sum(self._work(number) for number in range(finished + 1)))
+        for i, part in enumerate(self.parts):
+            measure, apply = 2 * i - 1, 2 * i
+            if part.dynamic is not None and finished < measure:
+                statistics["gram"] = self._measure(part, statistics["regions"])
+                self.tokens.finish_pass(measure, statistics, wrote_tokens=False)
+            if finished < apply:
+                statistics = self._apply(i, statistics, sink)
+                if part is not self.parts[-1]:
+                    self.tokens.finish_pass(apply, statistics, wrote_tokens=True)
+
+    def _measure(self, part: Segment, regions: Tensor) -> Tensor:
+        """The Gram matrix of a dynamic block."""
+        block = part.dynamic
+        assert block is not None
+        weights = dynamic_weights(block, self._region_means(regions), None, self._num_tokens)
+        strips, top, bottom = self._stored(halo=1)
+        strips = self.meter.count(strips, gram_work(block) * self.width)
+        total = self._zeros(1, *block.fc1.ranks)
+        return self.rows.sum(gram_sum(block, weights, strips, top, bottom, total))
+
+    def _apply(self, index: int, statistics: dict[str, Tensor], sink: Output) -> dict[str, Tensor]:
+        """Run the blocks of a segment; feed the sink after the last one, else return the next block's region sums."""
+        part, last = self.parts[index], index + 1 == len(self.parts)
+        strips, top, bottom = self._embedded(part.halo) if part.dynamic is None else self._stored(part.halo)
+        strips = self.meter.count(strips, self._apply_work(part) * self.width)
+        if part.dynamic is not None:
+            means = self._region_means(statistics["regions"])
+            weights = dynamic_weights(part.dynamic, means, statistics["gram"], self._num_tokens)
+            strips = apply_block(weights, strips, top, bottom)
+        for block in part.static:
+            strips = apply_block(static_weights(block), strips, top, bottom)
+        first = 0 if top else self.rows.start
+        own = self._own(first, strips)
+        if last:
+            for row, strip in own:
+                sink.add(row, self.model.norm(strip))
+            return {}
+        following = self.parts[index + 1].dynamic
+        assert following is not None
+        sums = RegionSums(self.rows.height, self.width, 3, self._zeros(3, 3, self.model.embed_dim))
+        for row, strip in own:
+            strip = following.norm1(strip)
+            sums.add(row, strip)
+            self.tokens.write(row - self.rows.start, strip)
+        return {"regions": self.rows.sum(sums.totals)}
+
+    def _region_means(self, totals: Tensor) -> Tensor:
+        return RegionSums(self.rows.height, self.width, 3, totals).mean()
+
+    def _own(self, row: int, strips: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The rows of this process, of strips that begin at ``row``, with the number of each strip's first row."""
+        for strip in strips:
+            skip, row = max(self.rows.start - row, 0), row + len(strip)
+            strip = strip[skip : len(strip) - max(row - self.rows.stop, 0)]
+            if len(strip):
+                yield row - len(strip) - max(row - self.rows.stop, 0), strip
+
+    def _stored(self, halo: int) -> tuple[Iterator[Tensor], bool, bool]:
+        """Strips of this process's rows and ``halo`` rows of its neighbours', and whether they reach the borders."""
+        count = len(self.rows)
+        above = below = None
+        if self.rows.group is not None:
+            above, below = self.rows.neighbours(self.tokens.read(0, halo), self.tokens.read(count - halo, count))
+
+        def strips() -> Iterator[Tensor]:
+            if above is not None:
+                yield above
+            for row in range(0, count, self.strip_rows):
+                yield self.tokens.read(row, min(row + self.strip_rows, count))
+            if below is not None:
+                yield below
+
+        return _ahead(strips()), above is None, below is None
+
+    def _embedded(self, halo: int) -> tuple[Iterator[Tensor], bool, bool]:
+        """Strips of embedded rows, read from the image together with the ``halo`` rows around this process's."""
+        start, stop = max(self.rows.start - halo, 0), min(self.rows.stop + halo, self.rows.height)
+        patch, channels = self.model.patch_embed.patch_size, self.model.embed_dim
+        weight = self.model.patch_embed.proj.weight
+
+        def strips() -> Iterator[Tensor]:
+            strip = torch.empty(0)
+            for row, left, pixels in _ahead(self._regions(start, stop)):
+                count = min(self.strip_rows, stop - row)
+                if left == 0:
+                    strip = torch.empty(count, self.width, channels, dtype=weight.dtype, device=weight.device)
+                for i in range(count):
+                    band = self._model_input(pixels[:, i * patch : (i + 1) * patch])
+                    tokens = self.model.embed_norm(self.model.patch_embed(band[None]))[0, 0]
+                    strip[i, left // patch : left // patch + len(tokens)] = tokens
+                if left + pixels.shape[2] == self.image.width:
+                    yield strip
+
+        return strips(), start == 0, stop == self.rows.height
+
+    def _regions(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Token row, left pixel and pixels of the regions that cover token rows ``start`` to ``stop``."""
+        image, patch = self.image, self.model.patch_embed.patch_size
+        columns = max(_READ_BYTES // (self.strip_rows * patch * image.channels), image.tile[1])
+        columns = max(columns // image.tile[1] * image.tile[1] // patch, 1) * patch
+        for row in range(start, stop, self.strip_rows):
+            bottom = min(min(row + self.strip_rows, stop) * patch, image.height)
+            for left in range(0, image.width, columns):
+                yield row, left, image.read(row * patch, bottom, left, min(left + columns, image.width))
+
+    def _model_input(self, pixels: Tensor) -> Tensor:
+        """Pixels as the model takes them, padded by zeros to whole patches."""
+        weight, patch = self.model.patch_embed.proj.weight, self.model.patch_embed.patch_size
+        x = pixels[: weight.shape[1]].to(weight.device)
+        if not x.is_floating_point():
+            mean, std = (
+                torch.tensor(v, dtype=weight.dtype, device=x.device)[:, None, None] for v in _mean_std(self.model)
+            )
+            x = (x.to(weight.dtype) / torch.iinfo(x.dtype).max - mean) / std
+        x = x.to(weight.dtype).expand(weight.shape[1], -1, -1)
+        return F.pad(x, (0, -x.shape[2] % patch, 0, -x.shape[1] % patch))
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.rows.height * self.width
+
+    def _zeros(self, *shape: int) -> Tensor:
+        device = self.model.patch_embed.proj.weight.device
+        return torch.zeros(shape, dtype=accumulator_dtype(device), device=device)
+
+    def _work(self, number: int) -> int:
+        """Work of one pass over this process's rows and the halo around them."""
+        part = self.parts[(number + 1) // 2]
+        odd = number % 2 == 1
+        halo = 1 if odd else part.halo
+        count = min(self.rows.stop + halo, self.rows.height) - max(self.rows.start - halo, 0)
+        assert not odd or part.dynamic is not None
+        return count * self.width * (gram_work(part.dynamic) if odd and part.dynamic else self._apply_work(part))
+
+    def _apply_work(self, part: Segment) -> int:
+        blocks = part.static if part.dynamic is None else (part.dynamic, *part.static)
+        return sum(map(block_work, blocks)) + (embed_work(self.model) if part.dynamic is None else 0)
+
+
+def _check_arguments(
+    model: WeightFormer, output: object, out: object, strip_rows: int, workspace: object, group: object
+) -> None:
+    if not isinstance(model, WeightFormer):
+        raise ValueError(f"stream needs a WeightFormer, got {type(model).__name__}; unwrap it first")
+    if strip_rows < 1:
+        raise ValueError(f"strip_rows must be at least 1, got {strip_rows}")
+    if not callable(output) and output not in ("logits", "pooled", "features"):
+        raise ValueError(f"output must be 'logits', 'pooled', 'features' or a function of tokens, got {output!r}")
+    dense = callable(output) or output == "features" or model.global_pool == ""
+    if out is not None and not dense:
+        raise ValueError(f"out is for dense outputs; {output!r} is one vector and is returned")
+    if group is not None and (dense or workspace is not None):
+        raise ValueError(
+            "over several processes, stream returns 'logits' or 'pooled' and cannot resume: "
+            "leave out the dense output and the workspace"
+        )
+
+
+def _check_image(model: WeightFormer, image: Source) -> None:
+    patch, wanted = model.patch_embed.patch_size, model.patch_embed.proj.in_channels
+    if image.height < patch or image.width < patch:
+        raise ValueError(
+            f"{image.name} is {image.height} x {image.width} px, smaller than one patch of {patch} x {patch} px"
+        )
+    if image.channels not in (1, wanted) and (image.channels, wanted) != (4, 3):
+        raise ValueError(f"{image.name} has {image.channels} channels, the model takes {wanted}")
+
+
+def _mean_std(model: WeightFormer) -> tuple[list[float], list[float]]:
+    """Normalisation of the model's input; one value for all channels where a model has other than three of them."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    channels = model.patch_embed.proj.in_channels
+    values = (cfg.get("mean", IMAGENET_DEFAULT_MEAN), cfg.get("std", IMAGENET_DEFAULT_STD))
+    mean, std = (list(v) if len(v) == channels else [sum(v) / len(v)] * channels for v in values)
+    return mean, std
+
+
+def _sink(
+    model: WeightFormer, output: str | Callable[[Tensor], Tensor], out: Path | None, rows: Rows, width: int
+) -> Output:
+    identity = nn.Identity()
+    if callable(output):
+        return DenseOutput(rows.height, output, out)
+    if output == "features":
+        return DenseOutput(rows.height, identity, out)
+    head = model.head if output == "logits" else identity
+    if model.global_pool == "":
+        return DenseOutput(rows.height, head, out)
+    weight = model.patch_embed.proj.weight
+    total = torch.zeros(model.embed_dim, dtype=accumulator_dtype(weight.device), device=weight.device)
+    return MeanOutput(rows.height * width, head, total, rows.sum, weight.dtype)
+
+
+def _choose_folder(
+    size: int, memory: int | str | None, workspace: str | os.PathLike[str] | None, device: torch.device
+) -> tuple[Path | None, bool]:
+    """Where tokens of this size go, and whether the folder is to be removed afterwards; no folder means memory."""
+    if workspace is not None:
+        return Path(workspace), False
+    if size <= (_half_of_memory(device) if memory is None else as_bytes(memory)):
+        return None, False
+    return Path(tempfile.mkdtemp(prefix="weightformer-")), True
+
+
+def _half_of_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return float(2 * 2**30)
+
+
+def _digest(model: WeightFormer) -> str:
+    digest = hashlib.blake2b(str(model).encode())
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(source: Any) -> Iterator[Source]:
+    """The source, closed afterwards if it was opened here."""
+    image = open_source(source)
+    try:
+        yield image
+    finally:
+        if image is not source:
+            image.close()
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each made in a second thread while the one before is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
+            yield item
