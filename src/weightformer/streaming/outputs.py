@@ -43,6 +43,7 @@ class MeanOutput:
         self._tokens, self._head, self._total, self._reduce, self._dtype = tokens, head, total, reduce, dtype
 
     def add(self, row: int, strip: Tensor) -> None:
+        """Sum the tokens of a strip (n, W, C)."""
         self._total += strip.sum(dim=(0, 1), dtype=self._total.dtype)
 
     def result(self) -> Tensor:
@@ -72,12 +73,14 @@ class DenseOutput:
         self._rows: Tensor | None = None
 
     def add(self, row: int, strip: Tensor) -> None:
+        """Apply the head to a strip (n, W, C) and store what it gives."""
         values = self._head(strip[None])[0]
         if self._write is None:
             self._write = self._open((self._height, *values.shape[1:]), values)
         self._write(row, values)
 
     def result(self) -> Tensor | Path:
+        """(1, H, W, K), or the path written."""
         self._close()
         if self._path is not None:
             return self._path

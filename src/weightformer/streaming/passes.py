@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +130,8 @@ class Weights:
 
 def static_weights(block: Block) -> Weights:
     """The parameters of a static block."""
-    conv, fc1 = block.conv, block.fc1
+    conv: Any = block.conv
+    fc1: Any = block.fc1
     return Weights(conv.weight, conv.bias, block.norm2, fc1.weight, fc1.bias, block.act, block.fc2)
 
 
@@ -141,7 +143,8 @@ def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tok
         gram: (1, C / 4, O / 4) of `gram_sum`; ``None`` while only the convolution is wanted.
         tokens: N, the number of tokens of the image.
     """
-    conv, fc1 = block.conv, block.fc1
+    conv: Any = block.conv
+    fc1: Any = block.fc1
     kernel = conv.kernel(region_means)[0, :, None].to(conv.bias.dtype)
     weight = fc1.weight.mT
     if gram is not None:
@@ -155,9 +158,9 @@ def gram_sum(block: Block, weights: Weights, strips: Strips, top: bool, bottom: 
 
     The rows must start on an even row of the grid, as 2 x 2 pooling does; an odd last row is dropped, as it is there.
     """
-    mixed = _convolved(_with_neighbours(strips, top, bottom), weights)
-    for pairs in _row_pairs(weights.norm(strip) for strip in mixed):
-        left, right = block.fc1.factors(pairs[None])
+    fc1: Any = block.fc1
+    for pairs in _row_pairs(_by_window(lambda window: weights.norm(_mix(weights, window)), strips, top, bottom)):
+        left, right = fc1.factors(pairs[None])
         total += gram(left, right)
     return total
 
@@ -171,34 +174,36 @@ def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> St
         top: whether the first row is the grid's first; if not, it serves only as the neighbour of the next row.
         bottom: likewise for the last row.
     """
-    for x in _convolved(_with_neighbours(strips, top, bottom), weights):
-        for part in x.flatten(0, 1).split(_MLP_TOKENS):
-            part += weights.fc2(weights.act(F.linear(weights.norm(part), weights.fc1, weights.fc1_bias)))
-        yield x
+    return _by_window(lambda window: _mlp(weights, _mix(weights, window)), strips, top, bottom)
 
 
-def _convolved(windows: Strips, weights: Weights) -> Strips:
-    """``x + conv(x)`` for the inner rows of each window."""
-    for window in windows:
-        y = F.conv2d(
-            window.permute(2, 0, 1)[None], weights.kernel, weights.kernel_bias, padding=(0, 1), groups=window.shape[-1]
-        )
-        yield y[0].permute(1, 2, 0).contiguous().add_(window[1:-1])
+def _mix(weights: Weights, window: Tensor) -> Tensor:
+    """``x + conv(x)`` for the inner rows of a window (n + 2, W, C)."""
+    x = window[None].permute(0, 3, 1, 2)
+    y = F.conv2d(x, weights.kernel, weights.kernel_bias, padding=(0, 1), groups=x.shape[1])
+    return y[0].permute(1, 2, 0).contiguous().add_(window[1:-1])
 
 
-def _with_neighbours(strips: Strips, top: bool, bottom: bool) -> Strips:
-    """Windows of the same rows with one neighbouring row on either side, zero beyond the grid's own border."""
+def _mlp(weights: Weights, x: Tensor) -> Tensor:
+    """``x + fc2(gelu(fc1(norm2(x))))``, in place."""
+    for part in x.flatten(0, 1).split(_MLP_TOKENS):
+        part += weights.fc2(weights.act(F.linear(weights.norm(part), weights.fc1, weights.fc1_bias)))
+    return x
+
+
+def _by_window(step: Callable[[Tensor], Tensor], strips: Strips, top: bool, bottom: bool) -> Strips:
+    """``step`` on strips with one neighbouring row on either side, zero beyond the grid's own border.
+
+    Nothing but two rows is held between strips, so that chained stages do not pile up their windows.
+    """
     held: Tensor | None = None
     for strip in strips:
-        if held is None:
-            held = torch.zeros_like(strip[:1]) if top else strip[:0]
-        window = torch.cat([held, strip])
-        held = window[-2:].clone()
-        del strip
-        if len(window) > 2:
-            yield window
+        above = held if held is not None else torch.zeros_like(strip[:1]) if top else strip[:0]
+        held = torch.cat([above[-1:], strip[-2:]])[-2:]
+        if len(above) + len(strip) > 2:
+            yield step(torch.cat([above, strip]))
     if bottom and held is not None:
-        yield torch.cat([held, torch.zeros_like(held[:1])])
+        yield step(torch.cat([held, torch.zeros_like(held[:1])]))
 
 
 def _row_pairs(strips: Iterable[Tensor]) -> Strips:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def split_rows(height: int, parts: int) -> list[int]:
     """
     pairs = height // 2
     bounds = [2 * (pairs * part // parts) for part in range(parts)] + [height]
-    if any(start >= stop for start, stop in zip(bounds, bounds[1:], strict=False)):
+    if any(start >= stop for start, stop in pairwise(bounds)):
         raise ValueError(
             f"{height} token rows cannot be split over {parts} processes: use {max(pairs, 1)} at most for this image"
         )
@@ -91,7 +92,7 @@ class Rows:
         """Raise ValueError if a process holds fewer rows than its neighbour needs of it."""
         if self.group is None:
             return
-        fewest = min(stop - start for start, stop in zip(self._bounds, self._bounds[1:], strict=False))
+        fewest = min(stop - start for start, stop in pairwise(self._bounds))
         if fewest < halo:
             raise ValueError(
                 f"{self.height} token rows are too few for {dist.get_world_size(self.group)} processes: "

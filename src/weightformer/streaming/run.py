@@ -141,8 +141,7 @@ class _Run:
 
     def _measure(self, part: Segment, regions: Tensor) -> Tensor:
         """The Gram matrix of a dynamic block."""
-        block = part.dynamic
-        assert block is not None
+        block: Any = part.dynamic
         weights = dynamic_weights(block, self._region_means(regions), None, self._num_tokens)
         strips, top, bottom = self._stored(halo=1)
         strips = self.meter.count(strips, gram_work(block) * self.width)
@@ -166,8 +165,7 @@ class _Run:
             for row, strip in own:
                 sink.add(row, self.model.norm(strip))
             return {}
-        following = self.parts[index + 1].dynamic
-        assert following is not None
+        following: Any = self.parts[index + 1].dynamic
         sums = RegionSums(self.rows.height, self.width, 3, self._zeros(3, 3, self.model.embed_dim))
         for row, strip in own:
             strip = following.norm1(strip)
@@ -256,12 +254,10 @@ class _Run:
 
     def _work(self, number: int) -> int:
         """Work of one pass over this process's rows and the halo around them."""
-        part = self.parts[(number + 1) // 2]
-        odd = number % 2 == 1
-        halo = 1 if odd else part.halo
+        part, measures = self.parts[(number + 1) // 2], number % 2 == 1
+        halo = 1 if measures else part.halo
         count = min(self.rows.stop + halo, self.rows.height) - max(self.rows.start - halo, 0)
-        assert not odd or part.dynamic is not None
-        return count * self.width * (gram_work(part.dynamic) if odd and part.dynamic else self._apply_work(part))
+        return count * self.width * (gram_work(part.dynamic) if measures and part.dynamic else self._apply_work(part))
 
     def _apply_work(self, part: Segment) -> int:
         blocks = part.static if part.dynamic is None else (part.dynamic, *part.static)

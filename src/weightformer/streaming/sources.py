@@ -76,10 +76,10 @@ class Source(ABC):
         """Text that differs whenever the pixels may differ: an unfinished run resumes only on the same image."""
         return f"{self.name} {self.height} x {self.width}"
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most sources hold nothing open)
         """Release the file."""
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:  # noqa: B027 (an array in memory cannot change size)
         """Raise if the source changed since it was opened."""
 
 
@@ -92,6 +92,7 @@ class _FileSource(Source):
         self._opened = self._stat()
 
     def identity(self) -> str:
+        """The path, size and date of the file."""
         size, modified = self._opened
         return f"{self.path.resolve()} {size} bytes, modified {modified}"
 
@@ -131,9 +132,10 @@ class ArraySource(Source):
         return self._pixels[:, top:bottom, left:right]
 
     def identity(self) -> str:
+        """A hash of all pixels."""
         digest = hashlib.blake2b(repr((tuple(self._pixels.shape), self._pixels.dtype)).encode())
         for row in range(0, self.height, 256):
-            digest.update(self._pixels[:, row : row + 256].cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(self._pixels[:, row : row + 256].cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
@@ -223,6 +225,7 @@ class TiffSource(_FileSource):
         return pixels[0].transpose(2, 0, 1)
 
     def close(self) -> None:
+        """Close the file."""
         self._tiff.close()
 
 
@@ -261,10 +264,12 @@ class ZarrSource(Source):
         where: tuple[Any, ...] = (slice(top, bottom), slice(left, right))
         if len(self._array.shape) - self._lead == 3:
             where = (*where, slice(None)) if self._last else (slice(None), *where)
-        pixels = torch.from_numpy(np.ascontiguousarray(self._array[(*[0] * self._lead, *where)]))
+        where = (0,) * self._lead + where
+        pixels = torch.from_numpy(np.ascontiguousarray(self._array[where]))
         return pixels.permute(2, 0, 1) if self._last else pixels.reshape(self.channels, bottom - top, right - left)
 
     def identity(self) -> str:
+        """The path, with size and date of its metadata."""
         return f"{self.path.resolve()} {self._metadata}"
 
     def _check_unchanged(self) -> None:
@@ -295,7 +300,10 @@ class OpenSlideSource(_FileSource):
         self.width, self.height = self._slide.dimensions
         self.channels = 3
         properties = self._slide.properties
-        self.tile = tuple(int(properties.get(f"openslide.level[0].tile-{side}", 256)) for side in ("height", "width"))
+        self.tile = (
+            int(properties.get("openslide.level[0].tile-height", 256)),
+            int(properties.get("openslide.level[0].tile-width", 256)),
+        )
 
     def _read(self, top: int, bottom: int, left: int, right: int) -> Tensor:
         from PIL import Image
@@ -306,6 +314,7 @@ class OpenSlideSource(_FileSource):
         return torch.from_numpy(np.array(white)).permute(2, 0, 1)
 
     def close(self) -> None:
+        """Close the file."""
         self._slide.close()
 
 
@@ -330,6 +339,7 @@ class RasterioSource(_FileSource):
         return torch.from_numpy(self._raster.read(window=((top, bottom), (left, right))))
 
     def close(self) -> None:
+        """Close the file."""
         self._raster.close()
 
 
@@ -394,6 +404,7 @@ class TileFolderSource(Source):
         return torch.from_numpy(out)
 
     def identity(self) -> str:
+        """The path, with size and date of every tile."""
         digest = hashlib.blake2b()
         for path in (path for row in self._tiles for path in row):
             stat = path.stat()

@@ -52,18 +52,22 @@ class MemoryTokens:
         self._rows = torch.empty(shape, dtype=dtype, device=device)
 
     def read(self, start: int, stop: int) -> Tensor:
+        """Rows of the last finished pass (stop - start, W, C)."""
         return self._rows[start:stop]
 
     def write(self, start: int, rows: Tensor) -> None:
+        """Store rows of the running pass."""
         self._rows[start : start + len(rows)] = rows
 
     def finish_pass(self, number: int, statistics: Mapping[str, Tensor], *, wrote_tokens: bool) -> None:
-        pass
+        """See `Tokens`; there is nothing to do."""
 
     def resume(self) -> tuple[int, dict[str, Tensor]]:
+        """See `Tokens`."""
         return -1, {}
 
     def close(self, *, finished: bool) -> None:
+        """See `Tokens`."""
         del self._rows
 
 
@@ -93,7 +97,7 @@ class FileRows:
         """Rows (stop - start, ...)."""
         rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         self._file.seek(self._offset + start * self._row_bytes)
-        buffer = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        buffer = rows.view(torch.uint8).numpy().data.cast("B")
         while len(buffer):
             count = self._file.readinto(buffer)  # type: ignore[attr-defined]
             if not count:
@@ -105,7 +109,7 @@ class FileRows:
         """Store rows from ``start`` on."""
         rows = rows.to("cpu", self.dtype).contiguous()
         self._file.seek(self._offset + start * self._row_bytes)
-        buffer = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        buffer = rows.view(torch.uint8).numpy().data.cast("B")
         try:
             while len(buffer):
                 buffer = buffer[self._file.write(buffer) :]
@@ -175,12 +179,15 @@ class FileTokens:
         self._files = [FileRows(folder / f"tokens-{i}.bin", shape, dtype) for i in range(2)]
 
     def read(self, start: int, stop: int) -> Tensor:
+        """Rows of the last finished pass (stop - start, W, C)."""
         return self._files[self._current].read(start, stop).to(self._device, non_blocking=True)
 
     def write(self, start: int, rows: Tensor) -> None:
+        """Store rows of the running pass."""
         self._files[1 - self._current].write(start, rows)
 
     def finish_pass(self, number: int, statistics: Mapping[str, Tensor], *, wrote_tokens: bool) -> None:
+        """See `Tokens`."""
         if wrote_tokens:
             self._current = 1 - self._current
             self._files[self._current].sync()
@@ -196,9 +203,11 @@ class FileTokens:
         os.replace(partial, self._state_path)
 
     def resume(self) -> tuple[int, dict[str, Tensor]]:
+        """See `Tokens`."""
         return self._pass, {name: value.to(self._device) for name, value in self._statistics.items()}
 
     def close(self, *, finished: bool) -> None:
+        """See `Tokens`."""
         for file in self._files:
             file.close()
         if finished:
