@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weightformer.streaming.errors import WorkspaceError
+from weightformer.streaming.sources import import_reader
 from weightformer.streaming.workspace import FileRows
 
 __all__ = ["DenseOutput", "MeanOutput", "Output", "accumulator_dtype"]
@@ -103,8 +104,7 @@ class DenseOutput:
             rows = FileRows(self._path, shape, dtype, offset=header)
             self._close = rows.close
             return rows.write
-        import zarr
-
+        zarr = import_reader("zarr")
         array = zarr.create_array(
             str(self._path), shape=shape, dtype=name, chunks=(min(len(values), shape[0]), *shape[1:]), overwrite=True
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +27,11 @@ __all__ = [
     "TiffSource",
     "TileFolderSource",
     "ZarrSource",
+    "import_reader",
     "open_source",
 ]
+
+Pixels = np.ndarray[Any, Any]
 
 _SLIDES = {".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide", ".dcm"}
 _RASTERS = {".jp2", ".vrt", ".img", ".ecw"}
@@ -114,7 +119,7 @@ class ArraySource(Source):
         ValueError: it has another number of axes.
     """
 
-    def __init__(self, image: Tensor | np.ndarray[Any, Any], name: str = "image") -> None:
+    def __init__(self, image: Tensor | Pixels, name: str = "image") -> None:
         pixels = image if isinstance(image, Tensor) else torch.from_numpy(image)
         if pixels.ndim == 4 and len(pixels) == 1:
             pixels = pixels[0]
@@ -174,55 +179,73 @@ class PillowSource(_FileSource):
 
 
 class TiffSource(_FileSource):
-    """The first image of a TIFF or BigTIFF, at full resolution, tiled or in strips, decoded tile by tile.
+    """The first image of a TIFF or BigTIFF, at full resolution, decoded tile by tile or strip by strip.
 
     Raises:
-        ValueError: the file is no TIFF or is truncated in its headers, or its first image is a stack of planes.
+        ValueError: the file is no TIFF or is truncated in its headers, or its first image is a volume or has a palette.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        tifffile = _import("tifffile")
+        tifffile = import_reader("tifffile")
         super().__init__(path)
         try:
             self._tiff = tifffile.TiffFile(path)
-            page = self._tiff.pages.first
-            self._page = page.keyframe
-            if self._page.imagedepth != 1:
-                raise ValueError("it is a volume; only single planes are read")
-            chunk = self._page.chunks
+            self._page = page = self._tiff.pages.first.keyframe
+            self._plain = page.is_memmappable
         except Exception as error:
             raise ValueError(f"{path} could not be opened as a TIFF: {error}") from error
-        self.height, self.width, self.channels = page.imagelength, page.imagewidth, page.samplesperpixel
-        axes = self._page.axes
-        self.tile = chunk[axes.index("Y")], chunk[axes.index("X")]
-        self._separate = axes.index("Y") > 0 and self.channels > 1
+        if page.imagedepth != 1:
+            raise ValueError(f"{path} is a volume; only single planes are read")
         if page.photometric == tifffile.PHOTOMETRIC.PALETTE:
             raise ValueError(f"{path} stores palette indices; convert it to RGB")
+        self.height, self.width, self.channels = page.imagelength, page.imagewidth, page.samplesperpixel
+        self._separate = self.channels > 1 and page.planarconfig == tifffile.PLANARCONFIG.SEPARATE
+        self._planes = self.channels if self._separate else 1
+        if page.is_tiled:
+            self.tile = page.tilelength, page.tilewidth
+        else:
+            self.tile = 1 if self._plain else min(page.rowsperstrip, self.height), self.width
 
     def _read(self, top: int, bottom: int, left: int, right: int) -> Tensor:
+        if self._plain:
+            planes = [self._plain_rows(plane, top, bottom)[:, :, left:right] for plane in range(self._planes)]
+            return torch.from_numpy(np.concatenate(planes))
         out = np.zeros((self.channels, bottom - top, right - left), self._page.dtype)
-        (tile_h, tile_w), per_row = self.tile, -(-self.width // self.tile[1])
-        per_plane = per_row * -(-self.height // tile_h)
-        for plane in range(self.channels if self._separate else 1):
+        tile_h, tile_w = self.tile
+        per_row, per_column = -(-self.width // tile_w), -(-self.height // tile_h)
+        for plane in range(self._planes):
             into = out[plane : plane + 1] if self._separate else out
             for ty in range(top // tile_h, -(-bottom // tile_h)):
                 for tx in range(left // tile_w, -(-right // tile_w)):
-                    pixels = self._tile(plane * per_plane + ty * per_row + tx)
+                    pixels = self._tile((plane * per_column + ty) * per_row + tx)
                     _paste(into, pixels, ty * tile_h - top, tx * tile_w - left)
         return torch.from_numpy(out)
 
-    def _tile(self, index: int) -> np.ndarray[Any, Any]:
+    def _tile(self, index: int) -> Pixels:
         """One tile (channels, height, width); a tile that the file leaves out is zero, as the format says."""
-        offset, size = self._page.dataoffsets[index], self._page.databytecounts[index]
-        if offset + size > self._opened[0]:
-            raise EOFError(f"tile {index} ends at byte {offset + size}, the file at {self._opened[0]}: it is truncated")
-        handle = self._tiff.filehandle
-        handle.seek(offset)
-        data = handle.read(size) if size else None
+        size = self._page.databytecounts[index]
+        data = self._bytes(self._page.dataoffsets[index], size, f"tile {index}") if size else None
         pixels, _, shape = self._page.decode(data, index, jpegtables=self._page.jpegtables)
         if pixels is None:
-            return np.zeros((1 if self._separate else self.channels, *shape[1:3]), self._page.dtype)
+            return np.zeros((self.channels // self._planes, *shape[1:3]), self._page.dtype)
         return pixels[0].transpose(2, 0, 1)
+
+    def _plain_rows(self, plane: int, top: int, bottom: int) -> Pixels:
+        """Whole rows (channels, height, width) of uncompressed pixels that lie one after the other in the file."""
+        dtype = self._page.dtype.newbyteorder(self._tiff.byteorder)
+        bands = self.channels // self._planes
+        row_bytes = self.width * bands * dtype.itemsize
+        offset = self._page.dataoffsets[0] + (plane * self.height + top) * row_bytes
+        data = self._bytes(offset, (bottom - top) * row_bytes, f"row {bottom - 1}")
+        rows = np.frombuffer(data, dtype).astype(self._page.dtype)
+        return rows.reshape(bottom - top, self.width, bands).transpose(2, 0, 1)
+
+    def _bytes(self, offset: int, size: int, what: str) -> bytes:
+        end, length = offset + size, self._opened[0]
+        if end > length:
+            raise EOFError(f"the file is truncated: {what} ends at byte {end} of {length}")
+        self._tiff.filehandle.seek(offset)
+        return self._tiff.filehandle.read(size)
 
     def close(self) -> None:
         """Close the file."""
@@ -239,7 +262,7 @@ class ZarrSource(Source):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        zarr = _import("zarr")
+        zarr = import_reader("zarr")
         self.name, self.path = str(path), Path(path)
         try:
             node = zarr.open(str(path), mode="r")
@@ -291,7 +314,7 @@ class OpenSlideSource(_FileSource):
     tile = (256, 256)
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        openslide = _import("openslide")
+        openslide = import_reader("openslide")
         super().__init__(path)
         try:
             self._slide = openslide.OpenSlide(str(path))
@@ -326,10 +349,12 @@ class RasterioSource(_FileSource):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        rasterio = _import("rasterio")
+        rasterio = import_reader("rasterio")
         super().__init__(path)
         try:
-            self._raster = rasterio.open(path)
+            with warnings.catch_warnings():  # pixels are all that is wanted, georeferenced or not
+                warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
+                self._raster = rasterio.open(path)
         except rasterio.errors.RasterioIOError as error:
             raise ValueError(f"{path} could not be opened by rasterio: {error}") from error
         self.height, self.width, self.channels = self._raster.height, self._raster.width, self._raster.count
@@ -452,7 +477,7 @@ def _channels_last(shape: tuple[int, ...]) -> bool:
     return shape[-1] <= shape[0]
 
 
-def _paste(into: np.ndarray[Any, Any], pixels: np.ndarray[Any, Any], top: int, left: int) -> None:
+def _paste(into: Pixels, pixels: Pixels, top: int, left: int) -> None:
     """Copy the part of ``pixels`` that falls inside ``into`` when its corner is put at (top, left)."""
     height, width = into.shape[1:]
     y, x = max(top, 0), max(left, 0)
@@ -460,10 +485,13 @@ def _paste(into: np.ndarray[Any, Any], pixels: np.ndarray[Any, Any], top: int, l
     into[:, y : y + part.shape[1], x : x + part.shape[2]] = part
 
 
-def _import(name: str) -> Any:
-    import importlib
+def import_reader(name: str) -> Any:
+    """An optional library.
 
+    Raises:
+        ImportError: it is not installed; the message says what to install.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"reading this image needs {name}: pip install 'weightformer[streaming]'") from error
+        raise ImportError(f"this needs {name}: pip install 'weightformer[streaming]'") from error
