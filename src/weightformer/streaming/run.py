@@ -40,7 +40,7 @@ _READ_BYTES = 16 * 2**20  # of pixels read at once, unless one tile is larger
 T = TypeVar("T")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def stream(
     model: WeightFormer,
     source: Any,

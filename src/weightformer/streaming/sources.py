@@ -120,27 +120,31 @@ class ArraySource(Source):
     """
 
     def __init__(self, image: Tensor | Pixels, name: str = "image") -> None:
-        pixels = image if isinstance(image, Tensor) else torch.from_numpy(image)
+        pixels: Any = image.detach() if isinstance(image, Tensor) else image
         if pixels.ndim == 4 and len(pixels) == 1:
             pixels = pixels[0]
         if pixels.ndim == 2:
             pixels = pixels[None]
-        elif pixels.ndim == 3 and not isinstance(image, Tensor) and _channels_last(image.shape):
-            pixels = pixels.permute(2, 0, 1)
+        elif pixels.ndim == 3 and not isinstance(image, Tensor) and _channels_last(pixels.shape):
+            pixels = pixels.transpose(2, 0, 1)
         if pixels.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(image.shape)}; expected one image, (channels, height, width)")
-        self.name = name
-        self._pixels = pixels.detach()
+        self.name, self._pixels = name, pixels
         self.channels, self.height, self.width = pixels.shape
 
     def _read(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        return self._pixels[:, top:bottom, left:right]
+        region = self._pixels[:, top:bottom, left:right]
+        if isinstance(region, Tensor):
+            return region
+        # A copy, as the array may be read-only (a memory map) or in the byte order of another machine.
+        return torch.from_numpy(region.astype(region.dtype.newbyteorder("=")))
 
     def identity(self) -> str:
         """A hash of all pixels."""
         digest = hashlib.blake2b(repr((tuple(self._pixels.shape), self._pixels.dtype)).encode())
-        for row in range(0, self.height, 256):
-            digest.update(self._pixels[:, row : row + 256].cpu().contiguous().view(torch.uint8).numpy().data)
+        for top in range(0, self.height, 256):
+            rows = self._read(top, min(top + 256, self.height), 0, self.width)
+            digest.update(rows.cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
@@ -168,7 +172,7 @@ class PillowSource(_FileSource):
             ) from error
         except (OSError, SyntaxError) as error:
             raise ValueError(f"{path} could not be decoded: {error}") from error
-        self._array = ArraySource(pixels.copy(), name=self.name)
+        self._array = ArraySource(pixels, name=self.name)
         self.channels, self.height, self.width = self._array.channels, self._array.height, self._array.width
 
     def _read(self, top: int, bottom: int, left: int, right: int) -> Tensor:
