@@ -4,7 +4,7 @@ A strip is a tensor (n, W, C) of consecutive token rows. The stages below are ge
 strips of the same rows, so that the blocks of a pass chain like function calls. A 3 x 3 convolution waits for the row
 below, hence each stage runs one row behind the one that feeds it and keeps two rows of its input.
 
-What is global in a dynamic block is a sum over tokens: `RegionSums` for its kernel, a Gram matrix for its weight. Once
+What is global in a dynamic block is a sum over tokens: `region_sums` for its kernel, a Gram matrix for its weight. Once
 they are known, the block is a static one, so one stage (`apply_block`) serves both kinds.
 """
 
@@ -23,12 +23,14 @@ from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
 from weightformer.ops.dynamic_linear.eager import gram, weight_from_gram
 
 __all__ = [
-    "RegionSums",
     "Segment",
     "Weights",
     "apply_block",
     "dynamic_weights",
     "gram_sum",
+    "predicted_weight",
+    "region_areas",
+    "region_sums",
     "segments",
     "static_weights",
 ]
@@ -71,40 +73,36 @@ def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
     return [Segment(dynamic, tuple(static)) for dynamic, static in groups]
 
 
-class RegionSums:
-    """Sums of the K x K overlapping regions of `weightformer.ops.region_mean`, in float64 where the device has it.
+def region_sums(x: Tensor, row: int, height: int, dtype: torch.dtype, size: int = 3) -> Tensor:
+    """Sums over the overlapping regions of `weightformer.ops.region_mean`, of some rows of the grid.
 
     Args:
+        x: tokens (B, n, W, C), rows ``row`` to ``row + n`` of the grid.
+        row: the first one.
         height: rows of the whole grid.
-        width: columns of the grid.
+        dtype: to accumulate in; within a strip and a column, float32 at least.
         size: K, regions a side.
-        totals: sums to start from (K, K, C).
+
+    Returns:
+        (B, K, K, C); added up over all rows and divided by `region_areas`, the region means.
     """
-
-    def __init__(self, height: int, width: int, size: int, totals: Tensor) -> None:
-        self.size, self.totals = size, totals
-        region = torch.arange(size, device=totals.device)
-        self._row_bounds = _region_bounds(region, height)
-        self._col_bounds = _region_bounds(region, width)
-        self._cols = _inside(self._col_bounds, 0, width, totals.dtype)
-
-    def add(self, row: int, strip: Tensor) -> None:
-        """Add rows ``row, row + 1, ...`` of the grid (n, W, C)."""
-        n, width, channels = strip.shape
-        strip = ops.wide(strip)
-        rows = _inside(self._row_bounds, row, n, strip.dtype)
-        by_rows = (rows @ strip.reshape(n, width * channels)).view(self.size, width, channels)
-        self.totals += self._cols @ by_rows.to(self.totals.dtype)
-
-    def mean(self) -> Tensor:
-        """The region means (1, K, K, C)."""
-        count = [end - start for start, end in (self._row_bounds, self._col_bounds)]
-        return (self.totals / (count[0][:, None] * count[1])[:, :, None])[None]
+    batch, count, width, channels = x.shape
+    x = ops.wide(x)
+    rows = _inside(_region_bounds(height, size, x.device), row, count, x.dtype)
+    cols = _inside(_region_bounds(width, size, x.device), 0, width, dtype)
+    by_rows = (rows @ x.reshape(batch, count, width * channels)).view(batch, size, width, channels)
+    return cols @ by_rows.to(dtype)
 
 
-def _region_bounds(region: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def region_areas(height: int, width: int, like: Tensor, size: int = 3) -> Tensor:
+    """Tokens in each region (K, K, 1), in the type and on the device of ``like``."""
+    (top, bottom), (left, right) = (_region_bounds(side, size, like.device) for side in (height, width))
+    return ((bottom - top)[:, None, None] * (right - left)[:, None]).to(like.dtype)
+
+
+def _region_bounds(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """First and one past last index of each region of a side: ``[floor(i n / K), ceil((i + 1) n / K))``."""
-    size = len(region)
+    region = torch.arange(size, device=device)
     return region * length // size, ((region + 1) * length + size - 1) // size
 
 
@@ -139,6 +137,7 @@ def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tok
     """What a dynamic block predicts from the sums over its tokens.
 
     Args:
+        block: the block.
         region_means: (1, 3, 3, C) of the tokens that enter its convolution.
         gram: (1, C / 4, O / 4) of `gram_sum`; ``None`` while only the convolution is wanted.
         tokens: N, the number of tokens of the image.
@@ -146,11 +145,18 @@ def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tok
     conv: Any = block.conv
     fc1: Any = block.fc1
     kernel = conv.kernel(region_means)[0, :, None].to(conv.bias.dtype)
-    weight = fc1.weight.mT
-    if gram is not None:
-        w1, w2, static = (w.to(gram.dtype) for w in (fc1.w1, fc1.w2, fc1.weight))
-        weight = weight_from_gram(gram, w1, w2, static, fc1.in_features**-0.5 / tokens)[0].mT.to(fc1.weight.dtype)
-    return Weights(kernel, conv.bias, block.norm2, weight.contiguous(), fc1.bias, block.act, block.fc2)
+    weight = fc1.weight if gram is None else predicted_weight(block, gram, tokens)[0]
+    return Weights(kernel, conv.bias, block.norm2, weight.mT.contiguous(), fc1.bias, block.act, block.fc2)
+
+
+def predicted_weight(block: Block, gram: Tensor, tokens: int) -> Tensor:
+    """The weight (B, C, O) of a dynamic linear layer from its Gram matrix (B, C / 4, O / 4) and the number of tokens.
+
+    Computed in the type of the Gram matrix, returned in the layer's.
+    """
+    fc1: Any = block.fc1
+    w1, w2, static = (weight.to(gram.dtype) for weight in (fc1.w1, fc1.w2, fc1.weight))
+    return weight_from_gram(gram, w1, w2, static, fc1.in_features**-0.5 / tokens).to(fc1.weight.dtype)
 
 
 def gram_sum(block: Block, weights: Weights, strips: Strips, top: bool, bottom: bool, total: Tensor) -> Tensor:

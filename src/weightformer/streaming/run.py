@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from weightformer.models import WeightFormer
 from weightformer.streaming.outputs import DenseOutput, MeanOutput, Output, accumulator_dtype
 from weightformer.streaming.passes import (
-    RegionSums,
     Segment,
     apply_block,
     dynamic_weights,
     gram_sum,
+    region_areas,
+    region_sums,
     segments,
     static_weights,
 )
@@ -166,15 +167,15 @@ class _Run:
                 sink.add(row, self.model.norm(strip))
             return {}
         following: Any = self.parts[index + 1].dynamic
-        sums = RegionSums(self.rows.height, self.width, 3, self._zeros(3, 3, self.model.embed_dim))
+        sums = self._zeros(1, 3, 3, self.model.embed_dim)
         for row, strip in own:
             strip = following.norm1(strip)
-            sums.add(row, strip)
+            sums += region_sums(strip[None], row, self.rows.height, sums.dtype)
             self.tokens.write(row - self.rows.start, strip)
-        return {"regions": self.rows.sum(sums.totals)}
+        return {"regions": self.rows.sum(sums)}
 
     def _region_means(self, totals: Tensor) -> Tensor:
-        return RegionSums(self.rows.height, self.width, 3, totals).mean()
+        return totals / region_areas(self.rows.height, self.width, totals)
 
     def _own(self, row: int, strips: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The rows of this process, of strips that begin at ``row``, with the number of each strip's first row."""
