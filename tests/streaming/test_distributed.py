@@ -27,7 +27,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
         [sys.executable, ranks.__file__, str(folder), "2", "4"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return {size: [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)] for size in (2, 4)}
+    return {
+        size: [torch.load(folder / f"{size}-{rank}.pt", weights_only=True) for rank in range(size)] for size in (2, 4)
+    }
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

@@ -214,6 +214,9 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="is a volume"):
         open_source(tmp_path / "volume.tif")
+    tifffile.imwrite(tmp_path / "turned.tif", np.zeros((32, 32), np.uint8), extratags=[(274, "H", 1, 6, True)])
+    with pytest.raises(ValueError, match="stored turned"):
+        open_source(tmp_path / "turned.tif")
 
 
 def test_a_png_beyond_pillows_limit_names_the_way_out(tmp_path: Path, monkeypatch) -> None:

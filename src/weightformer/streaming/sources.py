@@ -186,7 +186,8 @@ class TiffSource(_FileSource):
     """The first image of a TIFF or BigTIFF, at full resolution, decoded tile by tile or strip by strip.
 
     Raises:
-        ValueError: the file is no TIFF or is truncated in its headers, or its first image is a volume or has a palette.
+        ValueError: the file is no TIFF or is truncated in its headers, or its first image is a volume, has a
+            palette or is stored turned.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -200,6 +201,8 @@ class TiffSource(_FileSource):
             raise ValueError(f"{path} could not be opened as a TIFF: {error}") from error
         if page.imagedepth != 1:
             raise ValueError(f"{path} is a volume; only single planes are read")
+        if "Orientation" in page.tags and page.tags["Orientation"].value != 1:
+            raise ValueError(f"{path} is stored turned or mirrored (its orientation tag); store it upright")
         if page.photometric == tifffile.PHOTOMETRIC.PALETTE:
             raise ValueError(f"{path} stores palette indices; convert it to RGB")
         self.height, self.width, self.channels = page.imagelength, page.imagewidth, page.samplesperpixel
