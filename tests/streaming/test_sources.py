@@ -137,7 +137,7 @@ def test_a_file_streams_as_its_pixels_do(tmp_path: Path, photograph: np.ndarray,
 
 
 def test_narrow_reads_join_without_a_seam(tmp_path: Path, photograph: np.ndarray, model, monkeypatch) -> None:
-    monkeypatch.setattr("weightformer.streaming.run._READ_BYTES", 16 * 4 * 3 * 100)
+    monkeypatch.setattr("weightformer.streaming.embedding._READ_BYTES", 16 * 4 * 3 * 100)
     tifffile.imwrite(tmp_path / "image.tif", photograph, tile=(64, 96), photometric="rgb", compression="zlib")
     expected = stream(model, photograph, output="features", progress=False)
     reads = []

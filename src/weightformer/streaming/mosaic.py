@@ -85,7 +85,7 @@ def mosaic_tile(row: int, col: int, photographs: list[Pixels], items: Pixels, se
     side = TILE // _ITEM
     sheet = items[rng.integers(len(items), size=side * side)]
     sheet = sheet.reshape(side, side, _ITEM, _ITEM).swapaxes(1, 2).reshape(side * _ITEM, side * _ITEM)
-    sheet = np.pad(sheet, TILE - side * _ITEM)[-TILE:, -TILE:]
+    sheet = np.pad(sheet, (TILE - side * _ITEM) // 2)
     return (sheet[..., None] * rng.uniform(0.4, 1.0, 3)).astype(np.uint8)
 
 

@@ -11,20 +11,23 @@ they are known, the block is a static one, so one stage (`apply_block`) serves b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightformer import ops
-from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers import Block
 from weightformer.ops.dynamic_linear.eager import gram, weight_from_gram
 
 __all__ = [
     "Segment",
+    "Strips",
     "Weights",
+    "ahead",
     "apply_block",
     "dynamic_weights",
     "gram_sum",
@@ -36,6 +39,7 @@ __all__ = [
 ]
 
 Strips = Iterator[Tensor]
+T = TypeVar("T")
 
 # The MLP works on as many tokens at a time as stay in cache with their hidden layer.
 _MLP_TOKENS = 512
@@ -67,8 +71,9 @@ def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
         if not block.dynamic:
             groups[-1][1].append(block)
             continue
-        if not (isinstance(block.conv, DynamicDepthwiseConv2d) and isinstance(block.fc1, DynamicLinear)):
-            raise ValueError(f"block {i} predicts its weights in a way that cannot be streamed")
+        linear, conv = getattr(block.fc1, "predictor", "bilateral"), getattr(block.conv, "predictor", "adaptive")
+        if (linear, conv) != ("bilateral", "adaptive"):
+            raise ValueError(f"block {i} predicts its weights by {linear!r} and {conv!r}, which cannot be streamed")
         groups.append((block, []))
     return [Segment(dynamic, tuple(static)) for dynamic, static in groups]
 
@@ -210,6 +215,15 @@ def _by_window(step: Callable[[Tensor], Tensor], strips: Strips, top: bool, bott
             yield step(torch.cat([above, strip]))
     if bottom and held is not None:
         yield step(torch.cat([held, torch.zeros_like(held[:1])]))
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each made in a second thread while the one before is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
+            yield item
 
 
 def _row_pairs(strips: Iterable[Tensor]) -> Strips:

@@ -6,21 +6,21 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from weightformer.models import WeightFormer
+from weightformer.streaming.embedding import check_image, embedded
 from weightformer.streaming.outputs import DenseOutput, MeanOutput, Output, accumulator_dtype
 from weightformer.streaming.passes import (
     Segment,
+    Strips,
+    ahead,
     apply_block,
     dynamic_weights,
     gram_sum,
@@ -35,10 +35,6 @@ from weightformer.streaming.sources import Source, open_source
 from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
 
 __all__ = ["stream"]
-
-_READ_BYTES = 16 * 2**20  # of pixels read at once, unless one tile is larger
-
-T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -87,7 +83,7 @@ def stream(
     """
     _check_arguments(model, output, out, strip_rows, workspace, group)
     with _opened(source) as image, progress_bar(image.name, progress) as listener:
-        _check_image(model, image)
+        check_image(model, image)
         patch = model.patch_embed.patch_size
         height, width = -(-image.height // patch), -(-image.width // patch)
         rows = Rows(height, group)
@@ -96,10 +92,11 @@ def stream(
 
         weight = model.patch_embed.proj.weight
         shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
-        folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device)
-        run = {"model": _digest(model), "strip_rows": str(strip_rows)}
-        run["image"] = image.identity() if folder is not None and not temporary else ""
         sink = _sink(model, output, None if out is None else Path(out), rows, width)
+        folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device)
+        run = {}
+        if workspace is not None:
+            run = {"model": _digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
         with open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary) as tokens:
             _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
             return sink.result()
@@ -160,8 +157,7 @@ class _Run:
             strips = apply_block(weights, strips, top, bottom)
         for block in part.static:
             strips = apply_block(static_weights(block), strips, top, bottom)
-        first = 0 if top else self.rows.start
-        own = self._own(first, strips)
+        own = self._own(0 if top else self.rows.start, strips)
         if last:
             for row, strip in own:
                 sink.add(row, self.model.norm(strip))
@@ -177,22 +173,22 @@ class _Run:
     def _region_means(self, totals: Tensor) -> Tensor:
         return totals / region_areas(self.rows.height, self.width, totals)
 
-    def _own(self, row: int, strips: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """The rows of this process, of strips that begin at ``row``, with the number of each strip's first row."""
+    def _own(self, row: int, strips: Strips) -> Iterator[tuple[int, Tensor]]:
+        """Of strips that begin at ``row``, the rows of this process, with the number of each strip's first one."""
         for strip in strips:
-            skip, row = max(self.rows.start - row, 0), row + len(strip)
-            strip = strip[skip : len(strip) - max(row - self.rows.stop, 0)]
-            if len(strip):
-                yield row - len(strip) - max(row - self.rows.stop, 0), strip
+            first, last = max(row, self.rows.start), min(row + len(strip), self.rows.stop)
+            if first < last:
+                yield first, strip[first - row : last - row]
+            row += len(strip)
 
-    def _stored(self, halo: int) -> tuple[Iterator[Tensor], bool, bool]:
+    def _stored(self, halo: int) -> tuple[Strips, bool, bool]:
         """Strips of this process's rows and ``halo`` rows of its neighbours', and whether they reach the borders."""
         count = len(self.rows)
         above = below = None
         if self.rows.group is not None:
             above, below = self.rows.neighbours(self.tokens.read(0, halo), self.tokens.read(count - halo, count))
 
-        def strips() -> Iterator[Tensor]:
+        def strips() -> Strips:
             if above is not None:
                 yield above
             for row in range(0, count, self.strip_rows):
@@ -200,50 +196,12 @@ class _Run:
             if below is not None:
                 yield below
 
-        return _ahead(strips()), above is None, below is None
+        return ahead(strips()), above is None, below is None
 
-    def _embedded(self, halo: int) -> tuple[Iterator[Tensor], bool, bool]:
+    def _embedded(self, halo: int) -> tuple[Strips, bool, bool]:
         """Strips of embedded rows, read from the image together with the ``halo`` rows around this process's."""
         start, stop = max(self.rows.start - halo, 0), min(self.rows.stop + halo, self.rows.height)
-        patch, channels = self.model.patch_embed.patch_size, self.model.embed_dim
-        weight = self.model.patch_embed.proj.weight
-
-        def strips() -> Iterator[Tensor]:
-            strip = torch.empty(0)
-            for row, left, pixels in _ahead(self._regions(start, stop)):
-                count = min(self.strip_rows, stop - row)
-                if left == 0:
-                    strip = torch.empty(count, self.width, channels, dtype=weight.dtype, device=weight.device)
-                for i in range(count):
-                    band = self._model_input(pixels[:, i * patch : (i + 1) * patch])
-                    tokens = self.model.embed_norm(self.model.patch_embed(band[None]))[0, 0]
-                    strip[i, left // patch : left // patch + len(tokens)] = tokens
-                if left + pixels.shape[2] == self.image.width:
-                    yield strip
-
-        return strips(), start == 0, stop == self.rows.height
-
-    def _regions(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Token row, left pixel and pixels of the regions that cover token rows ``start`` to ``stop``."""
-        image, patch = self.image, self.model.patch_embed.patch_size
-        columns = max(_READ_BYTES // (self.strip_rows * patch * image.channels), image.tile[1])
-        columns = max(columns // image.tile[1] * image.tile[1] // patch, 1) * patch
-        for row in range(start, stop, self.strip_rows):
-            bottom = min(min(row + self.strip_rows, stop) * patch, image.height)
-            for left in range(0, image.width, columns):
-                yield row, left, image.read(row * patch, bottom, left, min(left + columns, image.width))
-
-    def _model_input(self, pixels: Tensor) -> Tensor:
-        """Pixels as the model takes them, padded by zeros to whole patches."""
-        weight, patch = self.model.patch_embed.proj.weight, self.model.patch_embed.patch_size
-        x = pixels[: weight.shape[1]].to(weight.device)
-        if not x.is_floating_point():
-            mean, std = (
-                torch.tensor(v, dtype=weight.dtype, device=x.device)[:, None, None] for v in _mean_std(self.model)
-            )
-            x = (x.to(weight.dtype) / torch.iinfo(x.dtype).max - mean) / std
-        x = x.to(weight.dtype).expand(weight.shape[1], -1, -1)
-        return F.pad(x, (0, -x.shape[2] % patch, 0, -x.shape[1] % patch))
+        return embedded(self.model, self.image, start, stop, self.strip_rows), start == 0, stop == self.rows.height
 
     @property
     def _num_tokens(self) -> int:
@@ -282,25 +240,6 @@ def _check_arguments(
             "over several processes, stream returns 'logits' or 'pooled' and cannot resume: "
             "leave out the dense output and the workspace"
         )
-
-
-def _check_image(model: WeightFormer, image: Source) -> None:
-    patch, wanted = model.patch_embed.patch_size, model.patch_embed.proj.in_channels
-    if image.height < patch or image.width < patch:
-        raise ValueError(
-            f"{image.name} is {image.height} x {image.width} px, smaller than one patch of {patch} x {patch} px"
-        )
-    if image.channels not in (1, wanted) and (image.channels, wanted) != (4, 3):
-        raise ValueError(f"{image.name} has {image.channels} channels, the model takes {wanted}")
-
-
-def _mean_std(model: WeightFormer) -> tuple[list[float], list[float]]:
-    """Normalisation of the model's input; one value for all channels where a model has other than three of them."""
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    channels = model.patch_embed.proj.in_channels
-    values = (cfg.get("mean", IMAGENET_DEFAULT_MEAN), cfg.get("std", IMAGENET_DEFAULT_STD))
-    mean, std = (list(v) if len(v) == channels else [sum(v) / len(v)] * channels for v in values)
-    return mean, std
 
 
 def _sink(
@@ -355,12 +294,3 @@ def _opened(source: Any) -> Iterator[Source]:
     finally:
         if image is not source:
             image.close()
-
-
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each made in a second thread while the one before is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(next, items, None)
-        while (item := future.result()) is not None:
-            future = pool.submit(next, items, None)
-            yield item

@@ -40,7 +40,7 @@ _RASTERS = {".jp2", ".vrt", ".img", ".ecw"}
 class Source(ABC):
     """An image that can be read by region.
 
-    Subclasses set the attributes and implement ``_read``.
+    Subclasses set the attributes and implement ``_read``, which is called from a second thread, one call at a time.
 
     Attributes:
         name: what error messages call it.
