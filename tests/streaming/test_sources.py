@@ -136,6 +136,13 @@ def test_a_file_streams_as_its_pixels_do(tmp_path: Path, photograph: np.ndarray,
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+def test_sixteen_bits_a_channel_stream_as_eight_do(tmp_path: Path, photograph: np.ndarray, model) -> None:
+    wide = photograph[:64, :64].astype(np.uint16) * 257  # 65535 = 255 * 257
+    tifffile.imwrite(tmp_path / "wide.tif", wide, tile=(32, 32), photometric="rgb")
+    expected = stream(model, photograph[:64, :64], progress=False)
+    assert (stream(model, tmp_path / "wide.tif", progress=False) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_narrow_reads_join_without_a_seam(tmp_path: Path, photograph: np.ndarray, model, monkeypatch) -> None:
     monkeypatch.setattr("weightformer.streaming.embedding._READ_BYTES", 16 * 4 * 3 * 100)
     tifffile.imwrite(tmp_path / "image.tif", photograph, tile=(64, 96), photometric="rgb", compression="zlib")
