@@ -146,6 +146,7 @@ def plot() -> None:
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
 
     plt.rcParams.update({"svg.hashsalt": "weightformer", "font.size": 11})
     with open(RESULTS, newline="") as file:
@@ -178,6 +179,10 @@ def plot() -> None:
     ):
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("image, megapixels")
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            side.set_major_formatter("{x:g}")
+            side.set_minor_locator(NullLocator())
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=9)
