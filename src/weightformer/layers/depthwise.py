@@ -85,8 +85,12 @@ class DynamicDepthwiseConv2d(nn.Module):
 
     def predict(self, x: Tensor) -> Tensor:
         """The kernel (B, C, K, K) that `forward` applies to these tokens (B, H, W, C), in float32 at least."""
-        regions = ops.region_mean(x, self.kernel_size).permute(0, 3, 1, 2)
-        update = self.proj2(F.gelu(self.proj1(regions.to(self.proj1.weight.dtype))))
+        return self.kernel(ops.region_mean(x, self.kernel_size))
+
+    def kernel(self, region_means: Tensor) -> Tensor:
+        """The kernel (B, C, K, K) predicted from the means (B, K, K, C) of the image's regions."""
+        regions = region_means.permute(0, 3, 1, 2).to(self.proj1.weight.dtype)
+        update = self.proj2(F.gelu(self.proj1(regions)))
         return ops.normalize_update(ops.wide(update), dim=(2, 3)) + self.weight.squeeze(1)
 
     def extra_repr(self) -> str:

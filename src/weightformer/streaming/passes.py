@@ -1,0 +1,238 @@
+"""The forward pass over strips of token rows, exact for any height.
+
+A strip is a tensor (n, W, C) of consecutive token rows. The stages below are generators: each takes strips and yields
+strips of the same rows, so that the blocks of a pass chain like function calls. A 3 x 3 convolution waits for the row
+below, hence each stage runs one row behind the one that feeds it and keeps two rows of its input.
+
+What is global in a dynamic block is a sum over tokens: `region_sums` for its kernel, a Gram matrix for its weight. Once
+they are known, the block is a static one, so one stage (`apply_block`) serves both kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weightformer import ops
+from weightformer.layers import Block
+from weightformer.ops.dynamic_linear.eager import gram, weight_from_gram
+
+__all__ = [
+    "Segment",
+    "Strips",
+    "Weights",
+    "ahead",
+    "apply_block",
+    "dynamic_weights",
+    "gram_sum",
+    "predicted_weight",
+    "region_areas",
+    "region_sums",
+    "segments",
+    "static_weights",
+]
+
+Strips = Iterator[Tensor]
+T = TypeVar("T")
+
+# The MLP works on as many tokens at a time as stay in cache with their hidden layer.
+_MLP_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks that one pass over the tokens applies: at most one dynamic block, then static ones."""
+
+    dynamic: Block | None
+    static: tuple[Block, ...]
+
+    @property
+    def halo(self) -> int:
+        """Rows that the segment needs above and below the rows it computes: one a convolution."""
+        return len(self.static) + (self.dynamic is not None)
+
+
+def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
+    """Split the blocks before each dynamic one; the first segment has none and may be empty.
+
+    Raises:
+        ValueError: a block predicts its weights by something other than sums over tokens.
+    """
+    groups: list[tuple[Block | None, list[Block]]] = [(None, [])]
+    for i, block in enumerate(blocks):
+        if not isinstance(block, Block):
+            raise ValueError(f"block {i} is a {type(block).__name__}; only weightformer.layers.Block can be streamed")
+        if not block.dynamic:
+            groups[-1][1].append(block)
+            continue
+        linear, conv = getattr(block.fc1, "predictor", "bilateral"), getattr(block.conv, "predictor", "adaptive")
+        if (linear, conv) != ("bilateral", "adaptive"):
+            raise ValueError(f"block {i} predicts its weights by {linear!r} and {conv!r}, which cannot be streamed")
+        groups.append((block, []))
+    return [Segment(dynamic, tuple(static)) for dynamic, static in groups]
+
+
+def region_sums(x: Tensor, row: int, height: int, dtype: torch.dtype, size: int = 3) -> Tensor:
+    """Sums over the overlapping regions of `weightformer.ops.region_mean`, of some rows of the grid.
+
+    Args:
+        x: tokens (B, n, W, C), rows ``row`` to ``row + n`` of the grid.
+        row: the first one.
+        height: rows of the whole grid.
+        dtype: to accumulate in; within a strip and a column, float32 at least.
+        size: K, regions a side.
+
+    Returns:
+        (B, K, K, C); added up over all rows and divided by `region_areas`, the region means.
+    """
+    batch, count, width, channels = x.shape
+    x = ops.wide(x)
+    rows = _inside(_region_bounds(height, size, x.device), row, count, x.dtype)
+    cols = _inside(_region_bounds(width, size, x.device), 0, width, dtype)
+    by_rows = (rows @ x.reshape(batch, count, width * channels)).view(batch, size, width, channels)
+    return cols @ by_rows.to(dtype)
+
+
+def region_areas(height: int, width: int, like: Tensor, size: int = 3) -> Tensor:
+    """Tokens in each region (K, K, 1), in the type and on the device of ``like``."""
+    (top, bottom), (left, right) = (_region_bounds(side, size, like.device) for side in (height, width))
+    return ((bottom - top)[:, None, None] * (right - left)[:, None]).to(like.dtype)
+
+
+def _region_bounds(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and one past last index of each region of a side: ``[floor(i n / K), ceil((i + 1) n / K))``."""
+    region = torch.arange(size, device=device)
+    return region * length // size, ((region + 1) * length + size - 1) // size
+
+
+def _inside(bounds: tuple[Tensor, Tensor], start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """(K, count): 1 where position ``start + j`` lies in region i."""
+    first, end = (bound[:, None] for bound in bounds)
+    position = torch.arange(start, start + count, device=first.device)
+    return ((position >= first) & (position < end)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All that `apply_block` needs of a block whose weights are known."""
+
+    kernel: Tensor  # (C, 1, 3, 3)
+    kernel_bias: Tensor
+    norm: nn.Module
+    fc1: Tensor  # (O, C)
+    fc1_bias: Tensor
+    act: Callable[[Tensor], Tensor]
+    fc2: nn.Module
+
+
+def static_weights(block: Block) -> Weights:
+    """The parameters of a static block."""
+    conv: Any = block.conv
+    fc1: Any = block.fc1
+    return Weights(conv.weight, conv.bias, block.norm2, fc1.weight, fc1.bias, block.act, block.fc2)
+
+
+def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tokens: int) -> Weights:
+    """What a dynamic block predicts from the sums over its tokens.
+
+    Args:
+        block: the block.
+        region_means: (1, 3, 3, C) of the tokens that enter its convolution.
+        gram: (1, C / 4, O / 4) of `gram_sum`; ``None`` while only the convolution is wanted.
+        tokens: N, the number of tokens of the image.
+    """
+    conv: Any = block.conv
+    fc1: Any = block.fc1
+    kernel = conv.kernel(region_means)[0, :, None].to(conv.bias.dtype)
+    weight = fc1.weight if gram is None else predicted_weight(block, gram, tokens)[0]
+    return Weights(kernel, conv.bias, block.norm2, weight.mT.contiguous(), fc1.bias, block.act, block.fc2)
+
+
+def predicted_weight(block: Block, gram: Tensor, tokens: int) -> Tensor:
+    """The weight (B, C, O) of a dynamic linear layer from its Gram matrix (B, C / 4, O / 4) and the number of tokens.
+
+    Computed in the type of the Gram matrix, returned in the layer's.
+    """
+    fc1: Any = block.fc1
+    w1, w2, static = (weight.to(gram.dtype) for weight in (fc1.w1, fc1.w2, fc1.weight))
+    return weight_from_gram(gram, w1, w2, static, fc1.in_features**-0.5 / tokens).to(fc1.weight.dtype)
+
+
+def gram_sum(block: Block, weights: Weights, strips: Strips, top: bool, bottom: bool, total: Tensor) -> Tensor:
+    """Add to ``total`` (1, C / 4, O / 4) the Gram matrix of the tokens that enter the block's dynamic linear layer.
+
+    The rows must start on an even row of the grid, as 2 x 2 pooling does; an odd last row is dropped, as it is there.
+    """
+    fc1: Any = block.fc1
+    for pairs in _row_pairs(_by_window(lambda window: weights.norm(_mix(weights, window)), strips, top, bottom)):
+        left, right = fc1.factors(pairs[None])
+        total += gram(left, right)
+    return total
+
+
+def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> Strips:
+    """``x = x + conv(x); x = x + fc2(gelu(fc1(norm2(x))))`` on strips.
+
+    Args:
+        weights: the block's parameters, predicted or not.
+        strips: consecutive strips.
+        top: whether the first row is the grid's first; if not, it serves only as the neighbour of the next row.
+        bottom: likewise for the last row.
+    """
+    return _by_window(lambda window: _mlp(weights, _mix(weights, window)), strips, top, bottom)
+
+
+def _mix(weights: Weights, window: Tensor) -> Tensor:
+    """``x + conv(x)`` for the inner rows of a window (n + 2, W, C)."""
+    x = window[None].permute(0, 3, 1, 2)
+    y = F.conv2d(x, weights.kernel, weights.kernel_bias, padding=(0, 1), groups=x.shape[1])
+    return y[0].permute(1, 2, 0).contiguous().add_(window[1:-1])
+
+
+def _mlp(weights: Weights, x: Tensor) -> Tensor:
+    """``x + fc2(gelu(fc1(norm2(x))))``, in place."""
+    for part in x.flatten(0, 1).split(_MLP_TOKENS):
+        part += weights.fc2(weights.act(F.linear(weights.norm(part), weights.fc1, weights.fc1_bias)))
+    return x
+
+
+def _by_window(step: Callable[[Tensor], Tensor], strips: Strips, top: bool, bottom: bool) -> Strips:
+    """``step`` on strips with one neighbouring row on either side, zero beyond the grid's own border.
+
+    Nothing but two rows is held between strips, so that chained stages do not pile up their windows.
+    """
+    held: Tensor | None = None
+    for strip in strips:
+        above = held if held is not None else torch.zeros_like(strip[:1]) if top else strip[:0]
+        held = torch.cat([above[-1:], strip[-2:]])[-2:]
+        if len(above) + len(strip) > 2:
+            yield step(torch.cat([above, strip]))
+    if bottom and held is not None:
+        yield step(torch.cat([held, torch.zeros_like(held[:1])]))
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each made in a second thread while the one before is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
+            yield item
+
+
+def _row_pairs(strips: Iterable[Tensor]) -> Strips:
+    """The same rows in strips of an even number; an odd last row is dropped."""
+    odd: Tensor | None = None
+    for strip in strips:
+        if odd is not None:
+            strip = torch.cat([odd, strip])
+        even = len(strip) // 2 * 2
+        odd = strip[even:].clone() if even < len(strip) else None
+        if even:
+            yield strip[:even]

@@ -1,0 +1,296 @@
+"""`stream`: the forward pass on an image of any size, strip by strip."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weightformer.models import WeightFormer
+from weightformer.streaming.embedding import check_image, embedded
+from weightformer.streaming.outputs import DenseOutput, MeanOutput, Output, accumulator_dtype
+from weightformer.streaming.passes import (
+    Segment,
+    Strips,
+    ahead,
+    apply_block,
+    dynamic_weights,
+    gram_sum,
+    region_areas,
+    region_sums,
+    segments,
+    static_weights,
+)
+from weightformer.streaming.progress import Meter, block_work, embed_work, gram_work, progress_bar
+from weightformer.streaming.rows import Rows
+from weightformer.streaming.sources import Source, open_source
+from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
+
+__all__ = ["stream"]
+
+
+@torch.no_grad()
+def stream(
+    model: WeightFormer,
+    source: Any,
+    *,
+    output: str | Callable[[Tensor], Tensor] = "logits",
+    out: str | os.PathLike[str] | None = None,
+    strip_rows: int = 16,
+    memory: int | str | None = None,
+    workspace: str | os.PathLike[str] | None = None,
+    progress: bool | Callable[[float], None] = True,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | Path:
+    """What ``model.eval()(image)`` returns, computed in memory that does not grow with the height of the image.
+
+    The tokens of the image are kept in memory, or on disk where they exceed ``memory``; everything else takes a few
+    strips. Exact: the same sums over the same tokens, only their order differs.
+
+    Args:
+        model: on any device; runs as in eval mode.
+        source: one image, as `open_source` takes it. Integer pixels are scaled by their type's maximum and normalised
+            by the mean and deviation of ``model.pretrained_cfg``; floating-point ones are the model's own input.
+            One band serves a model of several, and a fourth band (alpha) is dropped for a model of three.
+        output: ``"logits"`` as the forward returns them, ``"pooled"`` (mean token), ``"features"`` (every final token),
+            or a function from final tokens (1, n, W, C) to (1, n, W, K), such as a per-token segmentation head.
+        out: a ``.npy`` or ``.zarr`` path that a dense output is written to as it comes, as (H, W, K).
+        strip_rows: token rows computed together. Fewer take less memory; below 8, also more time.
+        memory: for the tokens, in bytes or as in ``"2GiB"``; half of the device's memory by default. Tokens that
+            exceed it go to ``workspace``, or without one to a temporary folder.
+        workspace: a folder for the tokens, whatever their size. A run that was killed or failed resumes after its last
+            finished pass when it is called again with the same model, image and ``strip_rows``, to the same bits.
+        progress: whether to show a bar on the error stream; or a function called with the finished share, 0 to 1.
+        group: processes that share the image by rows; each calls with the same arguments and gets the same result.
+
+    Returns:
+        (1, num_classes) or (1, C) for a pooled output, (1, H, W, K) for a dense one; the path if ``out`` is given.
+
+    Raises:
+        FileNotFoundError: there is no image at the path.
+        ValueError: an argument is out of range, does not fit the others or the image, or the workspace is another
+            run's.
+        RegionError: pixels could not be read.
+        WorkspaceError: tokens or results could not be written, as on a full disk.
+    """
+    _check_arguments(model, output, out, strip_rows, workspace, group)
+    with _opened(source) as image, progress_bar(image.name, progress) as listener:
+        check_image(model, image)
+        patch = model.patch_embed.patch_size
+        height, width = -(-image.height // patch), -(-image.width // patch)
+        rows = Rows(height, group)
+        parts = segments(model.blocks)
+        rows.check_halo(max((part.halo for part in parts[1:]), default=0))
+
+        weight = model.patch_embed.proj.weight
+        shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
+        sink = _sink(model, output, None if out is None else Path(out), rows, width)
+        folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device)
+        run = {}
+        if workspace is not None:
+            run = {"model": _digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
+        with open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary) as tokens:
+            _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
+            return sink.result()
+
+
+class _Run:
+    """The passes over one image."""
+
+    def __init__(
+        self,
+        model: WeightFormer,
+        image: Source,
+        parts: list[Segment],
+        rows: Rows,
+        width: int,
+        strip_rows: int,
+        tokens: Tokens,
+        listener: Callable[[float], None],
+    ) -> None:
+        self.model, self.image, self.parts, self.tokens = model, image, parts, tokens
+        self.rows, self.width, self.strip_rows = rows, width, strip_rows
+        self.meter = Meter(sum(self._work(number) for number in range(2 * len(parts) - 1)), listener)
+
+    def passes(self, sink: Output) -> None:
+        """Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
+
+        Each pass leaves the tokens as they enter the next dynamic block's convolution, and the sums it needs.
+        """
+        finished, statistics = self.tokens.resume()
+        self.meter.add(sum(self._work(number) for number in range(finished + 1)))
+        for i, part in enumerate(self.parts):
+            measure, apply = 2 * i - 1, 2 * i
+            if part.dynamic is not None and finished < measure:
+                statistics["gram"] = self._measure(part, statistics["regions"])
+                self.tokens.finish_pass(measure, statistics, wrote_tokens=False)
+            if finished < apply:
+                statistics = self._apply(i, statistics, sink)
+                if part is not self.parts[-1]:
+                    self.tokens.finish_pass(apply, statistics, wrote_tokens=True)
+
+    def _measure(self, part: Segment, regions: Tensor) -> Tensor:
+        """The Gram matrix of a dynamic block."""
+        block: Any = part.dynamic
+        weights = dynamic_weights(block, self._region_means(regions), None, self._num_tokens)
+        strips, top, bottom = self._stored(halo=1)
+        strips = self.meter.count(strips, gram_work(block) * self.width)
+        total = self._zeros(1, *block.fc1.ranks)
+        return self.rows.sum(gram_sum(block, weights, strips, top, bottom, total))
+
+    def _apply(self, index: int, statistics: dict[str, Tensor], sink: Output) -> dict[str, Tensor]:
+        """Run the blocks of a segment; feed the sink after the last one, else return the next block's region sums."""
+        part, last = self.parts[index], index + 1 == len(self.parts)
+        strips, top, bottom = self._embedded(part.halo) if part.dynamic is None else self._stored(part.halo)
+        strips = self.meter.count(strips, self._apply_work(part) * self.width)
+        if part.dynamic is not None:
+            means = self._region_means(statistics["regions"])
+            weights = dynamic_weights(part.dynamic, means, statistics["gram"], self._num_tokens)
+            strips = apply_block(weights, strips, top, bottom)
+        for block in part.static:
+            strips = apply_block(static_weights(block), strips, top, bottom)
+        own = self._own(0 if top else self.rows.start, strips)
+        if last:
+            for row, strip in own:
+                sink.add(row, self.model.norm(strip))
+            return {}
+        following: Any = self.parts[index + 1].dynamic
+        sums = self._zeros(1, 3, 3, self.model.embed_dim)
+        for row, strip in own:
+            strip = following.norm1(strip)
+            sums += region_sums(strip[None], row, self.rows.height, sums.dtype)
+            self.tokens.write(row - self.rows.start, strip)
+        return {"regions": self.rows.sum(sums)}
+
+    def _region_means(self, totals: Tensor) -> Tensor:
+        return totals / region_areas(self.rows.height, self.width, totals)
+
+    def _own(self, row: int, strips: Strips) -> Iterator[tuple[int, Tensor]]:
+        """Of strips that begin at ``row``, the rows of this process, with the number of each strip's first one."""
+        for strip in strips:
+            first, last = max(row, self.rows.start), min(row + len(strip), self.rows.stop)
+            if first < last:
+                yield first, strip[first - row : last - row]
+            row += len(strip)
+
+    def _stored(self, halo: int) -> tuple[Strips, bool, bool]:
+        """Strips of this process's rows and ``halo`` rows of its neighbours', and whether they reach the borders."""
+        count = len(self.rows)
+        above = below = None
+        if self.rows.group is not None:
+            above, below = self.rows.neighbours(self.tokens.read(0, halo), self.tokens.read(count - halo, count))
+
+        def strips() -> Strips:
+            if above is not None:
+                yield above
+            for row in range(0, count, self.strip_rows):
+                yield self.tokens.read(row, min(row + self.strip_rows, count))
+            if below is not None:
+                yield below
+
+        return ahead(strips()), above is None, below is None
+
+    def _embedded(self, halo: int) -> tuple[Strips, bool, bool]:
+        """Strips of embedded rows, read from the image together with the ``halo`` rows around this process's."""
+        start, stop = max(self.rows.start - halo, 0), min(self.rows.stop + halo, self.rows.height)
+        return embedded(self.model, self.image, start, stop, self.strip_rows), start == 0, stop == self.rows.height
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.rows.height * self.width
+
+    def _zeros(self, *shape: int) -> Tensor:
+        device = self.model.patch_embed.proj.weight.device
+        return torch.zeros(shape, dtype=accumulator_dtype(device), device=device)
+
+    def _work(self, number: int) -> int:
+        """Work of one pass over this process's rows and the halo around them."""
+        part, measures = self.parts[(number + 1) // 2], number % 2 == 1
+        halo = 1 if measures else part.halo
+        count = min(self.rows.stop + halo, self.rows.height) - max(self.rows.start - halo, 0)
+        return count * self.width * (gram_work(part.dynamic) if measures and part.dynamic else self._apply_work(part))
+
+    def _apply_work(self, part: Segment) -> int:
+        blocks = part.static if part.dynamic is None else (part.dynamic, *part.static)
+        return sum(map(block_work, blocks)) + (embed_work(self.model) if part.dynamic is None else 0)
+
+
+def _check_arguments(
+    model: WeightFormer, output: object, out: object, strip_rows: int, workspace: object, group: object
+) -> None:
+    if not isinstance(model, WeightFormer):
+        raise ValueError(f"stream needs a WeightFormer, got {type(model).__name__}; unwrap it first")
+    if strip_rows < 1:
+        raise ValueError(f"strip_rows must be at least 1, got {strip_rows}")
+    if not callable(output) and output not in ("logits", "pooled", "features"):
+        raise ValueError(f"output must be 'logits', 'pooled', 'features' or a function of tokens, got {output!r}")
+    dense = callable(output) or output == "features" or model.global_pool == ""
+    if out is not None and not dense:
+        raise ValueError(f"out is for dense outputs; {output!r} is one vector and is returned")
+    if group is not None and (dense or workspace is not None):
+        raise ValueError(
+            "over several processes, stream returns 'logits' or 'pooled' and cannot resume: "
+            "leave out the dense output and the workspace"
+        )
+
+
+def _sink(
+    model: WeightFormer, output: str | Callable[[Tensor], Tensor], out: Path | None, rows: Rows, width: int
+) -> Output:
+    identity = nn.Identity()
+    if callable(output):
+        return DenseOutput(rows.height, output, out)
+    if output == "features":
+        return DenseOutput(rows.height, identity, out)
+    head = model.head if output == "logits" else identity
+    if model.global_pool == "":
+        return DenseOutput(rows.height, head, out)
+    weight = model.patch_embed.proj.weight
+    total = torch.zeros(model.embed_dim, dtype=accumulator_dtype(weight.device), device=weight.device)
+    return MeanOutput(rows.height * width, head, total, rows.sum, weight.dtype)
+
+
+def _choose_folder(
+    size: int, memory: int | str | None, workspace: str | os.PathLike[str] | None, device: torch.device
+) -> tuple[Path | None, bool]:
+    """Where tokens of this size go, and whether the folder is to be removed afterwards; no folder means memory."""
+    if workspace is not None:
+        return Path(workspace), False
+    if size <= (_half_of_memory(device) if memory is None else as_bytes(memory)):
+        return None, False
+    return Path(tempfile.mkdtemp(prefix="weightformer-")), True
+
+
+def _half_of_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return float(2 * 2**30)
+
+
+def _digest(model: WeightFormer) -> str:
+    digest = hashlib.blake2b(str(model).encode())
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(source: Any) -> Iterator[Source]:
+    """The source, closed afterwards if it was opened here."""
+    image = open_source(source)
+    try:
+        yield image
+    finally:
+        if image is not source:
+            image.close()
