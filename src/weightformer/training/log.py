@@ -23,6 +23,7 @@ class JSONLinesLogger(Logger):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
+        self._started = False
 
     @property
     def name(self) -> str:
@@ -41,8 +42,10 @@ class JSONLinesLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Mark the start, or the resumption, of a run."""
-        self._append({"event": "start"})
+        """Mark the start, or the resumption, of a run; an evaluation that follows it is neither."""
+        if not self._started:
+            self._started = True
+            self._append({"event": "start"})
 
     def _append(self, record: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
