@@ -121,7 +121,7 @@ def kernels(images: Sequence[np.ndarray], titles: Sequence[str], predicted: Tens
         figure = Figure(figsize=(8.6, 0.72 * len(images) + 0.25), layout="constrained")
         grid = figure.subplots(len(images), num_channels + 1, squeeze=False, width_ratios=[1.3] + [1] * num_channels)
         for row, (image, title) in enumerate(zip(images, titles, strict=True)):
-            grid[row, 0].imshow(image, cmap="gray_r", vmin=0, vmax=255)
+            grid[row, 0].imshow(image, cmap="gray", vmin=0, vmax=255)
             grid[row, 0].set_ylabel(title, rotation=0, ha="right", va="center")
             for column in range(num_channels):
                 grid[row, column + 1].imshow(shown[row, column], cmap=_SIGNED, vmin=-limit, vmax=limit)

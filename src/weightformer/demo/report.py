@@ -81,7 +81,7 @@ def _test_text(data: Mapping[str, Any]) -> str:
         f"On {evaluation['images']} images that were not trained on, {evaluation['top1']:.2%} are classified correctly "
         f"(mean cross-entropy {evaluation['loss']:.3f}). The same images written as PNG files and read back by "
         f"<code>weightformer predict</code>: {right} of {len(data['predictions'])} correct. One image is "
-        f"{1 / evaluation['images']:.2%}, and another seed of training moves the result by a few of them."
+        f"{1 / evaluation['images']:.2%}, so differences of a few images mean little."
     )
 
 
@@ -189,13 +189,11 @@ def _growth_table(measurements: Sequence[Mapping[str, Any]]) -> str:
             )
             row += ["–" if value is None else form(value) for value in found]
         rows.append(row)
-    head = ["", ""] + [
-        f"<th colspan={n}>{title}</th>" for n, title in ((3, "time, ms"), (3, "memory, MiB"), (2, "multiply-adds, M"))
-    ]
+    groups = ((2, ""), (3, "time, ms"), (3, "memory, MiB"), (2, "multiply-adds, M"))
     return _table(
         ("side", "patches", "ours", "fused", "explicit", "ours", "fused", "explicit", "ours", "attention"),
         rows,
-        "".join(head),
+        above="".join(f'<th colspan="{columns}">{title}</th>' for columns, title in groups),
     )
 
 

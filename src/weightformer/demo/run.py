@@ -120,21 +120,22 @@ def _train(config: Any) -> dict[str, Any]:
         shutil.rmtree(folder)
     classification.train(config)
     sessions: list[list[float]] = []
-    losses, accuracies = {}, {}
+    losses, accuracies, steps_per_epoch = {}, {}, 1.0
     for record in map(json.loads, (folder / "log.jsonl").read_text().splitlines()):
         if record.get("event") == "start":
-            sessions.append([])
-        sessions[-1].append(record["time"])
+            sessions.append([record["time"]])
+        if "val/top1" in record:  # a complete run that is started again evaluates once more, after its last epoch
+            accuracies[min(record["epoch"] + 1, config.trainer.epochs)] = record["val/top1"]
         if "train/loss_step" in record:
             losses[record["step"] + 1] = record["train/loss_step"]
-        if "val/top1" in record:
-            accuracies[record["step"] + 1] = record["val/top1"]
-    epoch = max([*losses, *accuracies]) / config.trainer.epochs
+        if "train/loss_epoch" in record:
+            steps_per_epoch = (record["step"] + 1) / (record["epoch"] + 1)
+            sessions[-1].append(record["time"])
     return {
         "epochs": config.trainer.epochs,
         "seconds": sum(times[-1] - times[0] for times in sessions),
-        "losses": [[step / epoch, loss] for step, loss in losses.items()],
-        "accuracies": [[step / epoch, share] for step, share in accuracies.items()],
+        "losses": [[step / steps_per_epoch, loss] for step, loss in losses.items()],
+        "accuracies": [[epoch, share] for epoch, share in accuracies.items()],
     }
 
 
