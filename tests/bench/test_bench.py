@@ -78,17 +78,15 @@ def test_the_files_are_complete_and_self_contained(results: dict) -> None:
 def test_nothing_is_timed_on_a_red_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(runner.parity, "check", lambda *_, **__: parity.Parity(1e-3, None, 1e-5))
     monkeypatch.setattr(runner, "_time", lambda *_: pytest.fail("timed"))
-    with pytest.raises(ValueError, match="parity is red, nothing is timed: eager in torch.float32"):
+    with pytest.raises(ValueError, match=r"parity is red, nothing is timed: eager in torch\.float32"):
         main(BenchConfig(**MICRO | {"models": ["eager"], "output": str(tmp_path)}))
 
 
 def test_out_of_memory_is_a_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def load(self: Contender, size: int, *_: object) -> nn.Module:
-        if size == 32:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-        return self.build(size).eval()
+    def step(*_: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
-    monkeypatch.setattr(Contender, "load", load)
+    monkeypatch.setattr(runner, "inference_step", step)
     results = main(BenchConfig(**MICRO | {"models": ["eager"], "output": str(tmp_path)}))
     assert [row["status"] for row in results["rows"]] == ["out of memory"]
 
@@ -127,13 +125,14 @@ def test_slope(power: float, expected: float) -> None:
 
 def test_peers_by_path_and_names_that_do_not_exist(tmp_path: Path) -> None:
     (tmp_path / "peer.py").write_text(
-        "import torch\ndef with_size(size): return torch.nn.Linear(size, 1)\ndef without(): return torch.nn.Identity()\n"
+        "import torch\ndef with_size(size): return torch.nn.Linear(size, 1)\n"
+        "def without(): return torch.nn.Identity()\n"
     )
     assert resolve(f"{tmp_path / 'peer.py'}:with_size", "").build(7).in_features == 7
     assert isinstance(resolve(f"{tmp_path / 'peer.py'}:without", "").build(7), nn.Identity)
     with pytest.raises(ValueError, match="has no 'other'"):
         resolve(f"{tmp_path / 'peer.py'}:other", "")
-    with pytest.raises(FileNotFoundError, match="no file /nowhere.py"):
+    with pytest.raises(FileNotFoundError, match=r"no file /nowhere\.py"):
         resolve("/nowhere.py:factory", "")
     with pytest.raises(ValueError, match="unknown model 'deit-fuse' to measure; choose one of reference, eager"):
         resolve("deit-fuse", "")

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import assert_close, assert_parity
 from torch import Tensor
 
+from parity import assert_close, assert_parity
 from weightformer import ops
 from weightformer.ops.depthwise_norm import eager, reference
 
-# (B, H, W, C, K)
+# B, H, W, C and K: no image, one token, odd grids, a wider kernel, more than 1024 tokens.
 SIZES = [(0, 3, 2, 4, 3), (1, 1, 1, 4, 3), (5, 3, 5, 6, 3), (2, 7, 4, 10, 5), (1, 33, 35, 4, 3)]
 
 

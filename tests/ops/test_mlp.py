@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from parity import TOLERANCE, assert_close, assert_parity
 from torch import Tensor
 
+from parity import TOLERANCE, assert_close, assert_parity
 from weightformer import ops
 from weightformer.ops.mlp import eager, reference
 

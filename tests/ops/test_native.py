@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from parity import assert_parity
 from torch import Tensor
 
+from parity import assert_parity
 from weightformer import ops
 from weightformer.ops import native
 

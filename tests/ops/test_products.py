@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import TOLERANCE, assert_close, assert_parity
 from torch import Tensor
 
+from parity import TOLERANCE, assert_close, assert_parity
 from weightformer.ops import products
 
 SHAPES = [((3, 5), (5, 7)), ((4, 3, 5), (5, 7)), ((3, 5), (4, 5, 7)), ((4, 3, 5), (4, 5, 7)), ((0, 3, 5), (5, 7))]

@@ -31,6 +31,10 @@ def cheaper_order(tokens: int, r: int, s: int, c: int, o: int) -> str:
     """
     over_tokens = tokens * (r * c + s * o) + tokens * tokens * (c + o) + tokens * c * o
     over_channels = tokens * r * s + r * s * o + r * r * o + r * c * o
+    if capturing():  # a free token count must not be compared: the graph would hold for one side only
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return "tokens" if statically_known_true(over_tokens < over_channels) else "channels"
     return "tokens" if over_tokens < over_channels else "channels"
 
 
@@ -79,8 +83,7 @@ def linear_weight(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     pooled, (r, c), (s, o) = left_BPR.shape[1], w1_RC.shape, w2_SO.shape
-    # A symbolic token count (export with free sizes) must not be compared: the graph would hold one side only.
-    if not isinstance(pooled, torch.SymInt) and cheaper_order(pooled, r, s, c, o) == "tokens":
+    if cheaper_order(pooled, r, s, c, o) == "tokens":
         weight_BCO = weight_from_tokens(left_BPR, right_BPS, w1_RC, w2_SO, static_CO, scale)
     else:
         weight_BCO = weight_from_gram(gram(left_BPR, right_BPS), w1_RC, w2_SO, static_CO, scale)
