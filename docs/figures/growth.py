@@ -56,7 +56,9 @@ def grid() -> str:
         x, y = place(side**2 / 1e6, 0)
         parts.append(f'<text x="{x:.1f}" y="{y + 20:.1f}" fill="{GREY}" text-anchor="middle">{side}²</text>')
     x, y = place(X_MAX / 2, 0)
-    parts.append(f'<text x="{x}" y="{y + 44:.1f}" fill="{GREY}" text-anchor="middle">image, in pixels (area to scale)</text>')
+    parts.append(
+        f'<text x="{x}" y="{y + 44:.1f}" fill="{GREY}" text-anchor="middle">image, in pixels (area to scale)</text>'
+    )
     parts.append(f'<text x="{LEFT - 44}" y="{TOP - 12}" fill="{GREY}">billion multiply-adds an image</text>')
     return "".join(parts)
 

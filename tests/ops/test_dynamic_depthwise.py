@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import TOLERANCE, assert_close, assert_parity
 from torch import Tensor
 
+from parity import TOLERANCE, assert_close, assert_parity
 from weightformer import ops
 from weightformer.ops.dynamic_depthwise import eager, reference
 

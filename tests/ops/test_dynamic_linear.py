@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import TOLERANCE, assert_close, assert_parity, relative_error
 from torch import Tensor
 
+from parity import TOLERANCE, assert_close, assert_parity, relative_error
 from weightformer import ops
 from weightformer.ops.dynamic_linear import eager, reference
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import assert_close, assert_parity
 from torch import Tensor
 
+from parity import assert_close, assert_parity
 from weightformer import ops
 
 GRIDS = [(2, 2), (3, 5), (7, 4), (1, 6), (14, 13)]
