@@ -65,6 +65,7 @@ class DynamicDepthwiseConv2d(nn.Module):
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, got {kernel_size}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.predictor = predictor
         self.channels, self.kernel_size = channels, kernel_size
         self.proj1 = nn.Conv2d(channels, channels, 1, **dd)
         self.proj2 = nn.Conv2d(channels, channels, 1, bias=False, **dd)

@@ -46,6 +46,7 @@ class DynamicLinear(nn.Module):
         if in_features % 4 or out_features % 4:
             raise ValueError(f"DynamicLinear needs widths that are multiples of 4, got {in_features} -> {out_features}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.predictor = predictor
         self.in_features, self.out_features = in_features, out_features
         self.ranks = (in_features // 4, out_features // 4)
         self.proj = nn.Linear(in_features, sum(self.ranks), **dd)

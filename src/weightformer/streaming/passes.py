@@ -71,9 +71,11 @@ def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
         if not block.dynamic:
             groups[-1][1].append(block)
             continue
-        linear, conv = getattr(block.fc1, "predictor", "bilateral"), getattr(block.conv, "predictor", "adaptive")
-        if (linear, conv) != ("bilateral", "adaptive"):
-            raise ValueError(f"block {i} predicts its weights by {linear!r} and {conv!r}, which cannot be streamed")
+        fc1: Any = block.fc1
+        conv: Any = block.conv
+        by = (fc1.predictor, conv.predictor)
+        if by != ("bilateral", "adaptive"):
+            raise ValueError(f"block {i} predicts its weights by {by[0]!r} and {by[1]!r}, which cannot be streamed")
         groups.append((block, []))
     return [Segment(dynamic, tuple(static)) for dynamic, static in groups]
 
