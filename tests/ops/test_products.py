@@ -19,6 +19,12 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.fixture(params=[products._SMALL, 0], ids=["", "a call an image"], autouse=True)
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batched products, and a call an image."""
+    monkeypatch.setattr(products, "_SMALL", request.param)
+
+
 @pytest.mark.parametrize("added", [False, True], ids=["", "added"])
 @pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

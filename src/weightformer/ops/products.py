@@ -15,7 +15,10 @@ from torch import Tensor
 
 from weightformer.ops.dispatch import capturing
 
-__all__ = ["accelerated", "matmul", "product"]
+__all__ = ["accelerated", "matmul", "product", "too_small"]
+
+
+_SMALL = 2**21  # multiply-adds, some 50 us
 
 
 def accelerated(x: Tensor) -> bool:
@@ -55,6 +58,11 @@ def product(
 def _dense(x: Tensor) -> Tensor:
     """``x`` without gaps between rows or columns: oneDNN takes a slow path for those."""
     return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
+
+
+def too_small(m: int, k: int, n: int) -> bool:
+    """Whether products (M, K) x (K, N) are too short to pay for a call each: a batch of them goes to torch's own."""
+    return m * k * n < _SMALL
 
 
 def matmul(a: Tensor, b: Tensor, add: Tensor | None = None) -> Tensor:
@@ -100,6 +108,8 @@ def _forward(a: Tensor, b: Tensor, add: Tensor | None = None) -> Tensor:
         return product(a.reshape(-1, a.shape[-1]), b.mT).view(*a.shape[:-1], b.shape[-1])
     batch = len(a) if a.ndim == 3 else len(b)
     left, right = (t if t.ndim == 3 else t.expand(batch, -1, -1) for t in (a, b))
+    if too_small(a.shape[-2], a.shape[-1], b.shape[-1]):
+        return torch.bmm(left, right) if add is None else torch.baddbmm(add, left, right)
     return torch.stack([product(x, w.mT, add=add) for x, w in zip(left, right, strict=True)])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from weightformer.ops.dispatch import capturing
 from weightformer.ops.mlp import reference
 from weightformer.ops.precision import autocasting
-from weightformer.ops.products import product
+from weightformer.ops.products import product, too_small
 
 __all__ = ["backward_blocks", "in_groups", "mlp"]
 
@@ -27,10 +27,15 @@ _BACKWARD_ROWS = 1024  # longer: every block adds to the weights' gradients
 def mlp(
     x: Tensor, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor | None, approximate: str
 ) -> Tensor:
-    if x.device.type != "cpu" or x.numel() == 0 or autocasting(x) or capturing():
+    if x.device.type != "cpu" or x.numel() == 0 or autocasting(x) or capturing() or _too_small(x, w1):
         return reference.mlp(x, y, w1, b1, w2, b2, gate, approximate)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))
     return in_groups(_RowBlocks.apply if learns else forward_blocks, x, y, w1, b1, w2, b2, gate, approximate)
+
+
+def _too_small(x: Tensor, w1: Tensor) -> bool:
+    """Whether each image has a first weight of its own and too few tokens to pay for a loop over the images."""
+    return w1.ndim == 3 and too_small(x.shape[1] * x.shape[2], w1.shape[1], w1.shape[2])
 
 
 def in_groups(
