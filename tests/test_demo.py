@@ -173,6 +173,10 @@ def test_times_and_slopes_in_the_page_are_those_measured(page: str, data: Any) -
             result = record["models"].get(name)
             assert row[2 + place] == ("–" if result is None else f"{result['seconds'] * 1e3:,.1f}")
             assert row[5 + place] == ("–" if result is None else f"{result['bytes'] / 2**20:,.1f}")
+    pairs = [(r["side"], *(r["models"][n]["seconds"] for n in names[:2])) for r in measured if names[1] in r["models"]]
+    faster = ", ".join(str(side) for side, ours, attention in pairs if attention < ours)
+    assert (f"At {faster} px it is the faster one" in page) == bool(faster)
+    assert f"takes {pairs[-1][2] / pairs[-1][1]:.1f} times as long" in page
     for quantity in ("seconds", "bytes"):
         for name in names:
             found = [(r["side"], r["models"][name][quantity]) for r in measured if name in r["models"]][-3:]

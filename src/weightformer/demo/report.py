@@ -159,7 +159,7 @@ def _growth_caption(data: Mapping[str, Any]) -> str:
 
 def _growth_verdict(measurements: Sequence[Mapping[str, Any]]) -> str:
     both = [(m["side"], m["models"]) for m in measurements if ATTENTION in m["models"]]
-    slower = [side for side, models in both if models[OURS]["seconds"] > models[ATTENTION]["seconds"]]
+    slower = [str(side) for side, models in both if models[OURS]["seconds"] > models[ATTENTION]["seconds"]]
     side, models = both[-1]
     ratio = models[ATTENTION]["seconds"] / models[OURS]["seconds"]
     text = (
@@ -168,7 +168,7 @@ def _growth_verdict(measurements: Sequence[Mapping[str, Any]]) -> str:
     )
     if slower:
         text += (
-            f" Up to {max(slower)} px it is the faster one: with few patches the small operations that predict weights "
+            f" At {', '.join(slower)} px it is the faster one: with few patches the small operations that predict weights "
             "cost more than the comparisons they save."
         )
     explicit = [(m["side"], m["models"]) for m in measurements if EXPLICIT in m["models"]]
