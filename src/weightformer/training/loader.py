@@ -157,9 +157,9 @@ class ResumableLoader(DataLoader[Any]):
                 that it names other items here.
         """
         for name, here in self._sizes().items():
-            if state_dict[name] != here:
+            if state_dict.get(name) != here:
                 raise ValueError(
-                    f"cannot resume the data order: {name} is {here}, in the checkpoint {state_dict[name]}. Resume "
+                    f"cannot resume the data order: {name} is {here}, in the checkpoint {state_dict.get(name)}. Resume "
                     "with the same data and total batch size, or start a new run from the weights"
                 )
         self._epoch, self._batches, self._restored = state_dict["epoch"], state_dict["batches"], True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import struct
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,31 @@ def test_workers_and_reruns_change_nothing_epochs_and_seeds_everything(source: s
     assert sum(image.numpy().tobytes() in seen for image in other) <= (0 if folder else 20)
 
 
+@pytest.mark.parametrize("augmentation", [{"scale": (0.2, 0.9)}, {"pad_crop": 4}, {"erasing": 1.0}])
+def test_the_seed_reaches_order_and_augmentation(augmentation: dict[str, Any], root: Path) -> None:
+    first, second = (make(root, seed=seed, **augmentation).train_loader() for seed in (0, 1))
+    assert list(first.sampler) != list(second.sampler)
+    keys = [(0, i) for i in range(8)]
+    assert not torch.equal(first.dataset.__getitems__(keys)[0], second.dataset.__getitems__(keys)[0])
+
+
+@pytest.mark.parametrize("source", ["folder", "fashion_mnist"])
+def test_equal_images_are_cropped_each_in_its_own_way(source: str, tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (28, 28), np.uint8)
+    if source == "folder":
+        for name in ("a", "b"):
+            (tmp_path / "train" / name).mkdir(parents=True)
+            for i in range(6):
+                Image.fromarray(image).save(tmp_path / "train" / name / f"{i}.png")
+    else:
+        for name, array in (("images-idx3", np.stack([image] * 12)), ("labels-idx1", np.zeros(12, np.uint8))):
+            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+            (tmp_path / f"train-{name}-ubyte").write_bytes(header + array.tobytes())
+    data = make(tmp_path, 1, source=source, scale=(0.2, 1.0), batch_size=12)
+    images = torch.cat([images for images, _ in batches(data, 0, 1)])
+    assert len({image.numpy().tobytes() for image in images}) >= 22  # of 24; few boxes are drawn twice
+
+
 @pytest.mark.parametrize("source", ["folder", "digits"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_epoch_is_exact(source: str, num_workers: int, root: Path) -> None:
@@ -321,12 +348,14 @@ def test_evaluation_leaves_bad_images_out_and_counts_them(num_workers: int, root
     assert data.skipped == bad
 
 
-def test_a_passed_over_image_is_announced_once(root: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_passed_over_image_is_announced_once_and_not_read_again(root: Path) -> None:
     (path,) = damage(root, "val/1/0.png")
     loader = make(root, on_bad_image="skip").val_loader()
-    list(loader)
-    list(loader)
-    assert [path in str(w.message) for w in recwarn if "passed over" in str(w.message)] == [True]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = list(loader), list(loader)
+    assert_same(first, second)
+    assert [path in str(w.message) for w in caught if "passed over" in str(w.message)] == [True]
 
 
 @pytest.mark.filterwarnings("ignore:passed over")
@@ -386,6 +415,18 @@ def test_a_model_of_other_classes_is_refused(root: Path) -> None:
         make(root, class_names=["1", "10", "2", "1"])
     with pytest.raises(ValueError, match="digits are in another order than those of the model"):
         make(class_names=list("9876543210"))
+
+
+def test_a_class_without_images_is_refused_in_training_only(root: Path) -> None:
+    for split in ("train", "val"):
+        for path in (root / split / "10").iterdir():
+            path.unlink()
+    data = make(root)
+    with pytest.raises(ValueError, match=r"class folder .*10 holds no images"):
+        data.train_loader()
+    with pytest.warns(UserWarning, match=r"class folder .*10 holds no images"):
+        loader = data.val_loader()
+    assert torch.cat([labels for _, labels in loader]).tolist() == [0] * 3 + [2] * 3
 
 
 def test_evaluation_needs_no_training_images(root: Path) -> None:

@@ -159,6 +159,7 @@ def test_missing_and_damaged_fashion_files_are_named(tmp_path: Path) -> None:
         b"<html>not found</html>",
         whole[: len(whole) // 2],
         bytes(flipped),
+        whole[:10] + b"\xff" + whole[11:],  # no such block type
         gzip.compress(raw[:-1]),
         gzip.compress(raw + b"\0"),
         gzip.compress(b"\0\0\x0d\x03" + raw[4:]),

@@ -131,8 +131,8 @@ def test_rand_augment_runs_on_any_image(mode: str, notation: str) -> None:
 
 def test_rand_augment_reads_its_options() -> None:
     def run(**options: Any) -> bytes:
-        config = DataConfig(image_size=28, **{"rand_augment": "rand-m9-p1.0", **options})
-        return b"".join(augmented(config, (0, i)).tobytes() for i in range(20))
+        config = DataConfig(image_size=28, crop_pct=1, **{"rand_augment": "rand-m9-p1.0", **options})
+        return b"".join(augmented(config, (0, i), picture(28, 28)).tobytes() for i in range(20))  # resized by nothing
 
     assert run() == run()
     others = [run(rand_augment="rand-m3-p1.0"), run(rand_augment="rand-m9-p0.5"), run(interpolation="nearest")]
