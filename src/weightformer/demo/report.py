@@ -168,8 +168,8 @@ def _growth_verdict(measurements: Sequence[Mapping[str, Any]]) -> str:
     )
     if slower:
         text += (
-            f" At {', '.join(slower)} px it is the faster one: with few patches the small operations that predict weights "
-            "cost more than the comparisons they save."
+            f" At {', '.join(slower)} px it is the faster one: with few patches the small operations that predict "
+            "weights cost more than the comparisons they save."
         )
     explicit = [(m["side"], m["models"]) for m in measurements if EXPLICIT in m["models"]]
     side, models = explicit[-1]
