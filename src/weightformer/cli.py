@@ -138,7 +138,8 @@ def _info(argv: list[str]) -> int:
 
 def _bench(argv: list[str]) -> int:
     """Measure speed and memory beside peers: parity first, then interleaved rounds; writes JSON and HTML."""
-    from weightformer.bench import BenchConfig, main as measure
+    from weightformer.bench import BenchConfig
+    from weightformer.bench import main as measure
 
     if _wants_help(argv):
         return _help("bench [--KEY VALUE ...]", _bench, BenchConfig, [])
