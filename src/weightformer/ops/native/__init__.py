@@ -56,8 +56,9 @@ def build(verbose: bool = False) -> None:
             raise RuntimeError(
                 f"the native ops need a C++ compiler (g++ or clang++) and ninja; building them failed: {error}"
             ) from error
-        from weightformer.ops.native import registration  # noqa: F401  # shapes and gradients of what was just loaded
+        from weightformer.ops.native.registration import register
 
+        register()
         _built = True
 
 

@@ -1,4 +1,4 @@
-"""Shapes and gradients of the loaded C++ ops; imported by `weightformer.ops.native.build` alone."""
+"""Shapes and gradients of the C++ ops, registered by `weightformer.ops.native.build`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from weightformer.ops.mlp.eager import backward_blocks
+
+__all__ = ["register"]
 
 _ops = torch.ops.weightformer_native
 
@@ -91,16 +93,20 @@ def _mlp_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *backward_blocks(grad, y, w1, w2, hidden, form, ctx.needs_input_grad[:6]), None, None
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "depthwise": _fake_depthwise,
-    "depthwise_kernel_grad": _fake_depthwise_kernel_grad,
-    "depthwise_norm": _fake_depthwise_norm,
-    "mlp": _fake_mlp,
-}
-for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"weightformer_native::{_name}", _fake)
-torch.library.register_autograd("weightformer_native::depthwise", _depthwise_backward, setup_context=_setup_depthwise)
-torch.library.register_autograd(
-    "weightformer_native::depthwise_norm", _depthwise_norm_backward, setup_context=_setup_depthwise_norm
-)
-torch.library.register_autograd("weightformer_native::mlp", _mlp_backward, setup_context=_setup_mlp)
+def register() -> None:
+    """Tell torch the shapes and gradients of the ops, once they are loaded."""
+    fakes: dict[str, Callable[..., Any]] = {
+        "depthwise": _fake_depthwise,
+        "depthwise_kernel_grad": _fake_depthwise_kernel_grad,
+        "depthwise_norm": _fake_depthwise_norm,
+        "mlp": _fake_mlp,
+    }
+    gradients: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "depthwise": (_depthwise_backward, _setup_depthwise),
+        "depthwise_norm": (_depthwise_norm_backward, _setup_depthwise_norm),
+        "mlp": (_mlp_backward, _setup_mlp),
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"weightformer_native::{name}", fake)
+    for name, (backward, setup) in gradients.items():
+        torch.library.register_autograd(f"weightformer_native::{name}", backward, setup_context=setup)
