@@ -193,6 +193,7 @@ def _quiet() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # so it is when a run is resumed
 
 
 def _wants_help(argv: Sequence[str]) -> bool:

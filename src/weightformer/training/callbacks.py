@@ -119,6 +119,8 @@ class EpochSummary(Callback):
         if not trainer.is_global_zero:
             return
         metrics = {k.removesuffix("_epoch"): float(v) for k, v in sorted(trainer.callback_metrics.items())}
+        if (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1):  # then they are of an earlier epoch
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if not name.endswith("_step"))
         seconds = time.perf_counter() - self._start
         print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {shown}  {seconds:.1f} s", flush=True)
