@@ -376,7 +376,7 @@ def test_two_processes_evaluate_uneven_shares_without_waiting(tmp_path: Path) ->
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
