@@ -255,14 +255,14 @@ def test_nothing_is_timed_if_forms_disagree(
         with torch.no_grad():
             twins[broken].get_submodule("blocks.3.attn.proj").weight.mul_(1.01)
     else:
-        fast = DynamicDepthwiseConv2d.forward
+        fast = DynamicDepthwiseConv2d.predict
         calls = []
 
         def other_on_second_call(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
             calls.append(self)
             return fast(self, x) * (1 + 0.01 * (len(calls) > 3))
 
-        monkeypatch.setattr(DynamicDepthwiseConv2d, "forward", other_on_second_call)
+        monkeypatch.setattr(DynamicDepthwiseConv2d, "predict", other_on_second_call)
     with pytest.raises(RuntimeError, match="disagree"):
         scaling.check(twins, image)
 

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def tiny_run() -> dict[str, Any]:
-    """A configuration's content: 18 steps of a two-block model with drop-path, mixing, EMA and evaluation."""
+    """A configuration's content: some forty steps of a two-block model with drop-path, mixing, EMA and evaluation."""
     return {
         "model": {
             "name": "weightformer_micro",
@@ -18,7 +18,7 @@ def tiny_run() -> dict[str, Any]:
             "mean": [0.3],
             "std": [0.4],
         },
-        "data": {"source": "digits", "image_size": 16, "batch_size": 250, "pad_crop": 2, "crop_pct": 1.0},
+        "data": {"source": "digits", "image_size": 16, "batch_size": 100, "pad_crop": 2, "crop_pct": 1.0},
         "mix": {"mixup": 0.5, "cutmix": 0.5, "smoothing": 0.1},
         "optim": {"lr": 2e-3, "lr_batch": 0, "warmup_epochs": 0.5},
         "trainer": {"epochs": 3, "val_every": 2, "checkpoint_every": 2, "ema_decay": 0.95, "log_every": 1},

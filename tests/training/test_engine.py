@@ -45,7 +45,7 @@ def kill_after(folder: Path, config: Path, checkpoints: int, processes: int = 1)
         if last.exists() and last.stat().st_mtime_ns != written:
             seen, written = seen + 1, last.stat().st_mtime_ns
         time.sleep(0.005)
-    time.sleep(random.uniform(0, 0.2))
+    time.sleep(random.uniform(0, 0.1))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -34,7 +34,8 @@ def cheaper_order(tokens: int, r: int, s: int, c: int, o: int) -> str:
     if capturing():  # a free token count must not be compared: the graph would hold for one side only
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-        return "tokens" if statically_known_true(over_tokens < over_channels) else "channels"
+        fewer = over_tokens < over_channels  # a tensor where torch.jit traces
+        return "tokens" if not isinstance(fewer, Tensor) and statically_known_true(fewer) else "channels"
     return "tokens" if over_tokens < over_channels else "channels"
 
 
