@@ -231,6 +231,8 @@ def test_a_position_with_another_meaning_is_refused() -> None:
         make_loader(batch_size=3).load_state_dict(state)
     with pytest.raises(ValueError, match="num_items is 11, in the checkpoint 10"):
         make_loader(11, batch_size=4).load_state_dict(state)
+    with pytest.raises(ValueError, match="num_items is 10, in the checkpoint None"):
+        make_loader().load_state_dict({"epoch": 1, "batches": 2})
 
 
 class Whole(Noise):
