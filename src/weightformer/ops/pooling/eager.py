@@ -18,7 +18,11 @@ def pool_2x2(x: Tensor) -> Tensor:
     _, height, width, _ = x.shape
     if height < 2 or width < 2:
         return x[:, : height // 2, : width // 2]  # empty, but still part of the graph
-    return F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    x = x.permute(0, 3, 1, 2)
+    if torch.compiler.is_exporting():  # in torch 2.11 an exported avg_pool2d refuses grids of other parity
+        channels = x.shape[1]
+        return F.conv2d(x, x.new_full((channels, 1, 2, 2), 0.25), stride=2, groups=channels).permute(0, 2, 3, 1)
+    return F.avg_pool2d(x, 2).permute(0, 2, 3, 1)
 
 
 def region_mean(x: Tensor, size: int) -> Tensor:
