@@ -214,3 +214,24 @@ def test_normalization() -> None:
     assert normalization(ModelConfig(in_chans=2, mean=[0.1, 0.2], std=[1, 1]))[0] == [0.1, 0.2]
     with pytest.raises(ValueError, match=r"model.mean has 3 values for 13 channels"):
         normalization(ModelConfig(in_chans=13))
+
+
+def test_skipped_images_are_counted_and_named(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(3):
+                Image.new("L", (8, 8), 40 * i).save(tmp_path / split / name / f"{i}.png")
+    (tmp_path / "val" / "b" / "9.png").write_bytes(b"no image")
+    content = {
+        "output": str(tmp_path / "run"),
+        "model": {"in_chans": 1, "kwargs": {"embed_dim": 8, "depth": 2}},
+        "data": {"source": "folder", "root": str(tmp_path), "image_size": 8, "batch_size": 2, "on_bad_image": "skip"},
+        "trainer": {"epochs": 1, "accelerator": "cpu", "log_every": 1},
+    }
+    with pytest.warns(UserWarning, match=r"1 image\(s\) could not be read and were skipped: .*9\.png"):
+        result = train(parse_config(Config, content))
+    assert result["images"] == 6
+    content["data"]["on_bad_image"] = "error"
+    with pytest.raises(ValueError, match=r"9\.png"):
+        evaluate(parse_config(Config, content), tmp_path / "run" / "checkpoints" / "last.ckpt")

@@ -54,6 +54,7 @@ def train(config: ClassificationConfig) -> dict[str, float]:
         trainer.validate(module, val_loader, verbose=False)
     if trainer.is_global_zero:
         _export(module, folder / "model")
+    _report_skipped(data)
     return module.result
 
 
@@ -75,6 +76,7 @@ def evaluate(
     module = ClassificationModule(without_start_weights(config), data.class_names)
     load_weights(module.model, weights)
     trainer.validate(module, data.val_loader(), verbose=False)
+    _report_skipped(data)
     return module.result
 
 
@@ -128,6 +130,13 @@ def _image_data(
         world_size=trainer.world_size,
         class_names=class_names,
     )
+
+
+def _report_skipped(data: ImageData) -> None:
+    """Say how many images ``data.on_bad_image: skip`` passed over, and which."""
+    if skipped := sorted(map(str, data.skipped)):
+        shown = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+        warnings.warn(f"{len(skipped)} image(s) could not be read and were skipped: {shown}", stacklevel=3)
 
 
 def without_start_weights(config: ClassificationConfig) -> ClassificationConfig:
