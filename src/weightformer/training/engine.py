@@ -16,6 +16,7 @@ from weightformer.config import read_yaml
 from weightformer.training.callbacks import EpochSummary, ExponentialMovingAverage, NonFiniteGuard, ProgressBar
 from weightformer.training.checkpoint_io import AtomicCheckpointIO
 from weightformer.training.config import TrainerConfig
+from weightformer.training.loader import derive_seed
 from weightformer.training.log import JSONLinesLogger
 
 __all__ = ["build_trainer", "claim_output", "last_checkpoint", "seed_step"]
@@ -27,7 +28,7 @@ def seed_step(seed: int, epoch: int, batch: int, rank: int) -> None:
     Lightning does not restore random states, so a resumed run could not be exact if they carried over from batch to
     batch.
     """
-    torch.manual_seed(hash((seed, epoch, batch, rank)) % 2**63)
+    torch.manual_seed(derive_seed(seed, epoch, batch, rank))
 
 
 def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
