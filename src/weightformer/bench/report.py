@@ -118,7 +118,7 @@ def _all_curves(results: dict[str, Any]) -> dict[str, tuple[str, dict[str, list[
     titled = {
         case: (f"{case}: {'MB' if 'memory' in case else 'seconds an image'}", _curves(results, case)) for case in cases
     }
-    titled["FLOPs"] = (results["flops_unit"], _flop_curves(results))
+    titled["FLOPs"] = ("GFLOP an image", _flop_curves(results))
     return {name: (title, curves) for name, (title, curves) in titled.items() if curves}
 
 
@@ -168,7 +168,7 @@ Slopes are of the logarithms over pixels: 1 is linear, 2 quadratic.</p>
 
 
 def _number(value: float | None) -> str:
-    return "no twin" if value is None else f"{value:.1e}"
+    return "not compared" if value is None else f"{value:.1e}"
 
 
 def _plot(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
