@@ -81,7 +81,7 @@ def test_exported_model_is_the_trained_one(trained: Path) -> None:
     content = read_state_dict(trained / "checkpoints" / "last.ckpt")
     assert all(torch.equal(v, content["state_dict"][f"model.{k}"]) for k, v in model.state_dict().items())
     data = timm.data.resolve_data_config(model=model)
-    assert data["input_size"] == (1, 16, 16)
+    assert tuple(data["input_size"]) == (1, 16, 16)
     assert data["mean"] == pytest.approx((0.3053,), abs=1e-3)
     assert json.loads((trained / "model" / "config.json").read_text())["label_names"] == [str(i) for i in range(10)]
 
