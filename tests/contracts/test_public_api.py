@@ -45,10 +45,12 @@ PUBLIC = {
         "region_mean",
     },
     "weightformer.analysis.flops": {"multiply_adds"},
+    "weightformer.ops.native": {"build"},
+    "weightformer.streaming": {"RowParallel", "Source", "open_source", "stream"},
     "weightformer.tasks.classification": {"Config", "evaluate", "predict", "train"},
 }
 MODELS = {"weightformer_micro", "weightformer_tiny", "weightformer_small", "weightformer_base"}
-VERB_NAMES = {"train", "eval", "predict", "info", "demo"}
+VERB_NAMES = {"train", "eval", "predict", "bench", "info", "demo"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 from collections.abc import Iterator
@@ -80,6 +81,15 @@ def test_the_patterns_leave_good_lines_alone(hook: str, line: str) -> None:
 def test_no_large_file_is_committed(tracked: list[str]) -> None:
     large = [name for name in tracked if (ROOT / name).stat().st_size > 1_000_000]
     assert not large, large
+
+
+def test_committed_tables_are_rectangular() -> None:
+    tables = sorted((ROOT / "benchmarks" / "results").glob("*.csv"))
+    assert tables
+    for table in tables:
+        with table.open(newline="") as file:
+            widths = {len(row) for row in csv.reader(file)}
+        assert len(widths) == 1, f"{table.name} has rows of {sorted(widths)} fields"
 
 
 def test_versions_agree() -> None:
