@@ -375,7 +375,8 @@ def test_counters_of_batch_norm_are_kept() -> None:
 
 
 def test_timm_folder_round_trip(model: WeightFormer, images: Images, tmp_path: Path) -> None:
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True, model_config={"label_names": list("abcdefghij")})
+    labels = {"label_names": list("abcdefghij")}
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True, model_config=labels, model_args={"depth": 3})
     name, x = f"local-dir:{tmp_path}", images(2, 3, 24, 20)
     again = timm.create_model(name, pretrained=True).eval()
     assert same(again, model)
