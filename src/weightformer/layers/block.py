@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weightformer import ops
 from weightformer.layers.depthwise import DepthwiseConv2d, DynamicDepthwiseConv2d
 from weightformer.layers.dynamic_linear import DynamicLinear
-from weightformer.ops.dispatch import capturing
+from weightformer.ops.dispatch import exporting
 
 __all__ = ["Block", "untouched"]
 
@@ -96,9 +96,9 @@ class Block(nn.Module):
 def untouched(parts: Mapping[nn.Module, type[nn.Module]]) -> bool:
     """Whether an op may read the parameters of these modules, each of the class given, instead of calling them.
 
-    Not in a captured graph, nor where someone hooked, replaced, parametrised or off-loaded a module.
+    Not in a graph captured to be exported, nor where someone hooked, replaced, parametrised or off-loaded a module.
     """
-    return not capturing() and all(
+    return not exporting() and all(
         type(module) is kind
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and "forward" not in vars(module)
