@@ -29,7 +29,7 @@ __all__ = ["VERBS", "main"]
 TASKS = {"classification": "weightformer.tasks.classification"}
 
 # What `weightformer data` makes, and the module whose `main(argv)` makes it.
-DATA = {"mosaic": "weightformer.streaming.mosaic"}
+DATA = {"mosaic": "weightformer.streaming.mosaic", "probe": "weightformer.tasks.classification.probe"}
 
 _CONFIG: Arguments = [
     (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),
@@ -152,6 +152,58 @@ def _bench(argv: list[str]) -> int:
     return 0
 
 
+def _ablate(argv: list[str]) -> int:
+    """Run a grid of variants, tasks and seeds, and compare: table, spread, cost, significance, figures."""
+    from weightformer.analysis import ablate
+
+    arguments: Arguments = [
+        (
+            ("name",),
+            {"nargs": "?", "default": "strategies", "help": f"a YAML file, or one of {', '.join(ablate.grids())}"},
+        ),
+        (("--workers",), {"type": int, "default": 1, "help": "runs at the same time, each on one thread"}),
+        (("--only",), {"default": "*", "help": "a pattern for task/variant/seed, such as 'probe/*/0'"}),
+        (("--quick",), {"action": "store_true", "help": "the grid's small form: five minutes"}),
+        (("--list",), {"action": "store_true", "help": "print the command of every run and stop"}),
+    ]
+    if _wants_help(argv):
+        return _help("ablate [GRID] [--KEY VALUE ...]", _ablate, ablate.GridConfig, arguments)
+    args = parse_arguments(ablate.GridConfig, argv, arguments)
+    grid = ablate.read_grid(args.name, argv, arguments, quick=args.quick)
+    if args.list:
+        print("\n".join(run.command for run in ablate.expand(grid, args.only)))
+        return 0
+    failures = ablate.ablate(grid, workers=args.workers, only=args.only)
+    print(f"written to {grid.output}")
+    for sentence in failures:
+        print(f"failed: {sentence}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _erf(argv: list[str]) -> int:
+    """Draw effective receptive fields of checkpoints and timm models, with the numbers beside the picture."""
+    parser = PlainParser(prog="weightformer erf", description=_erf.__doc__)
+    parser.add_argument(
+        "models", nargs="+", metavar="[LABEL=]MODEL", help="a checkpoint, or a timm name with {arguments} behind it"
+    )
+    parser.add_argument("--save", default="erf.png", metavar="FILE", help="the picture; numbers go beside it as .json")
+    parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="default: a checkpoint's own data, two photographs for others"
+    )
+    parser.add_argument("--num", type=int, default=8, help="images a model")
+    parser.add_argument("--radius", type=int, help="of the local window, in tokens; default: reach of the convolutions")
+    parser.add_argument("--before", action="store_true", help="each checkpoint with random weights as well")
+    parser.add_argument("--pretrained", action="store_true", help="released weights for timm names")
+    args = parser.parse_args(argv)
+    from weightformer.analysis.erf import erf
+
+    options = {key: value for key, value in vars(args).items() if key not in ("models", "save")}
+    erf(args.models, args.save, **options)
+    print(f"written to {args.save}")
+    return 0
+
+
 def _data(argv: list[str]) -> int:
     """Write data sets: synthetic large images, composed scenes, cached latents."""
     names = ", ".join(DATA)
@@ -181,6 +233,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "predict": _predict,
     "info": _info,
     "bench": _bench,
+    "erf": _erf,
+    "ablate": _ablate,
     "data": _data,
     "demo": _demo,
 }

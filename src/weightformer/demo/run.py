@@ -6,11 +6,8 @@ import csv
 import dataclasses
 import json
 import os
-import platform
 import shutil
-import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from weightformer.analysis.machine import machine, now
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.demo import scaling
 from weightformer.demo.weights import neighbour_agreement, predicted_weights, principal_plane
@@ -211,16 +209,7 @@ def _parameters(model: torch.nn.Module) -> int:
 
 
 def _machine() -> dict[str, str]:
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "processor": f"{processor}, {os.cpu_count()} cores",
-        "system": f"{platform.system()} {platform.machine()}",
-        "Python": platform.python_version(),
-    }
+    found = {"date": now(), **machine()}
     if hasattr(os, "getloadavg"):
-        machine["load"] = f"{os.getloadavg()[0]:.1f} (processes that wanted to run, the minute the measurement ended)"
-    return machine | {name: version(name) for name in ("weightformer", "torch", "timm", "lightning")}
+        found["load"] = f"{os.getloadavg()[0]:.1f} (processes that wanted to run, the minute the measurement ended)"
+    return found

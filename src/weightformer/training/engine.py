@@ -54,7 +54,14 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
 
 
 # What a run may be resumed with in another form, since no weight depends on it.
-_MAY_CHANGE = {"trainer.checkpoint_every", "trainer.log_every", "trainer.val_every", "data.num_workers", "data.root"}
+_MAY_CHANGE = {
+    "trainer.checkpoint_every",
+    "trainer.log_every",
+    "trainer.val_every",
+    "data.num_workers",
+    "data.root",
+    "dynamics_every",
+}
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:

@@ -15,8 +15,9 @@ __all__ = ["JSONLinesLogger"]
 
 
 class JSONLinesLogger(Logger):
-    """Writes ``{"time", "step", ...metrics}`` lines to one file, never rewriting it.
+    """Writes ``{"time", "cpu", "step", ...metrics}`` lines to one file, never rewriting it.
 
+    ``cpu`` counts the seconds of processor time that this process has used, which other programs do not disturb.
     A resumed run appends to the same file: where a step occurs twice, the later line is the one that counts.
     """
 
@@ -48,6 +49,7 @@ class JSONLinesLogger(Logger):
             self._append({"event": "start"})
 
     def _append(self, record: dict[str, Any]) -> None:
+        stamps = {"time": round(time.time(), 3), "cpu": round(time.process_time(), 3)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+            file.write(json.dumps({**stamps, **record}) + "\n")

@@ -51,9 +51,13 @@ class ClassificationConfig:
     """The optimiser and its schedule."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """How long and on what."""
+    dynamics_every: int = 0
+    """Optimiser steps between records of what training does to predicted weights; 0 records nothing."""
     task: str = "classification"
     """Which task this configuration is for."""
 
     def __post_init__(self) -> None:
         if self.task != "classification":
             raise ValueError(f"this is a classification configuration, not one for task {self.task!r}")
+        if self.dynamics_every < 0:
+            raise ValueError(f"dynamics_every must not be negative, got {self.dynamics_every}")

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 
 from weightformer.tasks.classification.datasets import ArrayDataset, Batch, FileDataset
 from weightformer.tasks.classification.images import find_images, read_image
+from weightformer.tasks.classification.probe import load_probe
 from weightformer.tasks.classification.sources import (
     SOURCE_CLASSES,
     class_folders,
@@ -37,10 +38,11 @@ __all__ = ["DataConfig", "ImageData", "eval_transform", "find_images", "read_ima
 class DataConfig:
     """Where images come from, how evaluation frames them and how training varies them."""
 
-    source: Literal["folder", "digits", "fashion_mnist"] = "digits"
-    """``folder`` (train/<class>/<image> and val/<class>/<image>), or one of two real sets of small grey images."""
+    source: Literal["folder", "digits", "fashion_mnist", "probe"] = "digits"
+    """``folder`` (train/<class>/<image> and val/<class>/<image>), one of two real sets of small grey images, or
+    ``probe``, a test of global modelling made of Fashion-MNIST items."""
     root: str | None = None
-    """The folder; for ``fashion_mnist`` optional, where its four files lie."""
+    """The folder; for ``fashion_mnist`` and ``probe`` optional, where Fashion-MNIST's four files lie."""
     image_size: int = 224
     """Height and width of the model's input, in pixels."""
     batch_size: int = 128
@@ -213,6 +215,8 @@ class ImageData:
             images, labels = load_digits(train=train)
         elif config.source == "fashion_mnist":
             images, labels = load_fashion_mnist(config.root, train=train)
+        elif config.source == "probe":
+            images, labels = load_probe(config.root, train=train)
         elif split in self._folders:
             paths, labels = scan_classes(self._folders[split], self.class_names, allow_empty=not train)
         else:

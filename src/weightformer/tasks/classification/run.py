@@ -17,6 +17,7 @@ from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import ImageData
 from weightformer.tasks.classification.module import ClassificationModule
 from weightformer.training.config import ModelConfig
+from weightformer.training.dynamics import DynamicsRecorder
 from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
 
 __all__ = ["evaluate", "normalization", "read_checkpoint", "train", "without_start_weights"]
@@ -36,7 +37,13 @@ def train(config: ClassificationConfig) -> dict[str, float]:
     """
     folder = claim_output(config.output, dataclasses.asdict(config))
     L.seed_everything(config.seed, verbose=False)
-    trainer = build_trainer(config.trainer, folder=folder, clip_norm=config.optim.clip_norm, monitor="val/top1")
+    trainer = build_trainer(
+        config.trainer,
+        folder=folder,
+        clip_norm=config.optim.clip_norm,
+        monitor="val/top1",
+        callbacks=[DynamicsRecorder(config.dynamics_every)] if config.dynamics_every else [],
+    )
     data = _image_data(config, trainer)
     train_loader, val_loader = data.train_loader(), data.val_loader()
     steps_per_epoch = math.ceil(len(train_loader) / config.trainer.accumulate)

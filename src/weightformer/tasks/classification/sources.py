@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightformer.tasks.classification import probe
 from weightformer.tasks.classification.images import images_below
 
 __all__ = ["SOURCE_CLASSES", "class_folders", "load_digits", "load_fashion_mnist", "scan_classes", "split_folders"]
@@ -32,6 +33,7 @@ SOURCE_CLASSES: dict[str, list[str]] = {
         "Bag",
         "Ankle boot",
     ],
+    "probe": list(probe.CLASSES),
 }
 
 _DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")  # where the package dataset-fashion-mnist puts it

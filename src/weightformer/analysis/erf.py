@@ -1,0 +1,375 @@
+"""Effective receptive fields: which pixels one central token depends on, and by how much (paper, figure 3).
+
+The map of an image is the positive part of the gradient of ``sum(relu(f))`` with respect to the pixels, summed over
+channels, f being the features of the central token after the final norm; maps are averaged over images. That is the
+custom of RepLKNet and VMamba, whose script made the paper's figure at 1024 x 1024 px. Pictures show ``map ** 0.2`` over
+its largest value; numbers are taken from the map itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+import yaml
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from weightformer.layers import Block
+
+__all__ = ["Panel", "ReceptiveField", "erf", "local_radius", "panels", "receptive_field"]
+
+
+@dataclass(frozen=True)
+class ReceptiveField:
+    """What the central token of a model sees."""
+
+    label: str
+    """What the model is called."""
+    note: str
+    """Whether its weights are trained."""
+    map: Tensor
+    """Mean contribution of each pixel (H, W), float64, not negative."""
+    window_px: tuple[int, int, int, int]
+    """The local window: top, left, bottom, right, in pixels; the last two are the first outside."""
+    centre_px: tuple[int, int, int, int]
+    """The central token, likewise."""
+    num_images: int
+    """Images it was averaged over."""
+
+    @property
+    def outside(self) -> float:
+        """Share of the contributions that comes from outside the window; 0 where nothing contributes."""
+        top, left, bottom, right = self.window_px
+        total = float(self.map.sum())
+        return 1 - float(self.map[top:bottom, left:right].sum()) / total if total else 0.0
+
+    def side(self, share: float) -> int:
+        """Side in pixels of the smallest square around the central token that holds a share of the contributions."""
+        height, width = self.map.shape
+        top, left, bottom, right = self.centre_px
+        total = float(self.map.sum())
+        for margin in range(max(height, width)):
+            box = self.map[max(top - margin, 0) : bottom + margin, max(left - margin, 0) : right + margin]
+            if float(box.sum()) >= share * total:
+                break
+        return bottom - top + 2 * margin
+
+    def picture(self) -> Tensor:
+        """``map ** 0.2`` over its largest value, in [0, 1]; all 0 where nothing contributes."""
+        picture = self.map**0.2
+        largest = float(picture.max())
+        return picture / largest if largest else picture
+
+    def numbers(self) -> dict[str, Any]:
+        """What stands beside the picture, for JSON."""
+        return {
+            "label": self.label,
+            "weights": self.note,
+            "size": list(self.map.shape),
+            "images": self.num_images,
+            "window": list(self.window_px),
+            "outside": self.outside,
+            "side_50": self.side(0.5),
+            "side_99": self.side(0.99),
+        }
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A model and the images to look at it with."""
+
+    label: str
+    """What it is called."""
+    note: str
+    """Whether its weights are trained."""
+    model: nn.Module
+    """The model."""
+    images: list[Tensor]
+    """Normalised images (C, H, W)."""
+
+
+def receptive_field(
+    model: nn.Module, images: Iterable[Tensor], *, label: str = "", note: str = "", radius: int | None = None
+) -> ReceptiveField:
+    """Measure one model; its mode, its weights and their gradients are left as they were.
+
+    Args:
+        model: one of timm's, ours included; frozen weights do no harm.
+        images: normalised, (C, H, W) each, all of one size.
+        label: what the model is called.
+        note: whether its weights are trained.
+        radius: of the local window, in tokens around the central one: (H // 2, W // 2) of the last feature map, on an
+            even grid the one below and right of the middle. By default `local_radius`.
+
+    Raises:
+        ValueError: no image, images of several sizes, a model without a feature map, or a gradient that is not finite.
+    """
+    total: Tensor | None = None
+    count, grid = 0, (1, 1)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        for image in images:
+            found, grid = _contributions(model, image[None])
+            if total is not None and found.shape != total.shape:
+                raise ValueError(f"images of {tuple(total.shape)} and of {tuple(found.shape)} px cannot share a map")
+            total = found if total is None else total + found
+            count += 1
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if total is None:
+        raise ValueError("a receptive field needs at least one image")
+    if not torch.isfinite(total).all():
+        raise ValueError(f"{label or 'the model'}: a gradient with respect to the pixels is not finite")
+    height, width = total.shape
+    stride = (-(-height // grid[0]), -(-width // grid[1]))  # rounded up: sides may have been padded to whole patches
+    centre = (grid[0] // 2, grid[1] // 2)
+    reach = local_radius(model, grid) if radius is None else radius
+
+    def box(around: int) -> tuple[int, int, int, int]:
+        (top, left), (bottom, right) = (
+            [(c + offset) * s for c, s in zip(centre, stride, strict=True)] for offset in (-around, around + 1)
+        )
+        return max(top, 0), max(left, 0), min(bottom, height), min(right, width)
+
+    return ReceptiveField(label, note, total / count, box(reach), box(0), count)
+
+
+def local_radius(model: nn.Module, grid: tuple[int, int]) -> int:
+    """Reach of the depthwise 3 x 3 convolutions of our model, in tokens: one a block. Others: a quarter of the grid."""
+    blocks = sum(isinstance(module, Block) for module in model.modules())
+    return blocks or max(grid) // 4
+
+
+def _contributions(model: Any, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Positive gradient summed over channels (H, W), and the size of the feature map, for one image (1, C, H, W)."""
+    image = image.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        features = _features(model, image)
+        rows, cols = features.shape[2:]
+        score = features[0, :, rows // 2, cols // 2].relu().sum()
+        (gradient,) = torch.autograd.grad(score, image)
+    return gradient[0].double().clamp_min(0).sum(0), (rows, cols)
+
+
+def _features(model: Any, image: Tensor) -> Tensor:
+    """The last feature map (1, C, H, W), normalised where the model does so."""
+    if hasattr(model, "forward_intermediates"):
+        maps = model.forward_intermediates(image, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)
+        return maps[-1]
+    features = model.forward_features(image) if hasattr(model, "forward_features") else None
+    if not isinstance(features, Tensor) or features.ndim != 4:
+        raise ValueError(f"{type(model).__name__} has no feature map (timm's forward_intermediates)")
+    return features.permute(0, 3, 1, 2) if getattr(model, "output_fmt", "") == "NHWC" else features
+
+
+def erf(
+    specs: Sequence[str],
+    save: str | Path,
+    *,
+    size: Sequence[int] | None = None,
+    images: str | Path | None = None,
+    num: int = 8,
+    radius: int | None = None,
+    before: bool = False,
+    pretrained: bool = False,
+    console: Console | None = None,
+) -> list[ReceptiveField]:
+    """Measure some models, draw them in one figure and write the numbers as JSON beside it.
+
+    Args:
+        specs: see `panels`.
+        save: the picture; its suffix says the format.
+        size: side, or height and width, of the images in pixels; by default the model's own.
+        images: a folder of images; see `panels` for what is taken otherwise.
+        num: images a model.
+        radius: of the local window, in tokens, the same for all models. By default that of the first model of ours.
+        before: show each checkpoint's architecture with random weights as well.
+        pretrained: take the weights that the author of a timm model released.
+        console: where the table goes.
+    """
+    fields: list[ReceptiveField] = []
+    console = console or Console(highlight=False)
+    for panel in panels(specs, size=size, images=images, num=num, before=before, pretrained=pretrained):
+        if radius is None and any(isinstance(module, Block) for module in panel.model.modules()):
+            radius = local_radius(panel.model, (1, 1))
+        fields.append(receptive_field(panel.model, panel.images, label=panel.label, note=panel.note, radius=radius))
+    save = Path(save)
+    from weightformer.analysis.figures import erf_figure
+
+    erf_figure(fields, save)
+    numbers = [field.numbers() for field in fields]
+    save.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    table = Table()
+    for column in ("model", "weights", "image, px", "outside the window", "50 % within", "99 % within"):
+        table.add_column(column, justify="left" if column in ("model", "weights") else "right")
+    for row in numbers:
+        table.add_row(
+            row["label"],
+            row["weights"],
+            f"{row['size'][0]} x {row['size'][1]}",
+            f"{row['outside']:.2%}",
+            f"{row['side_50']} px",
+            f"{row['side_99']} px",
+        )
+    console.print(table)
+    return fields
+
+
+def panels(
+    specs: Sequence[str],
+    *,
+    size: Sequence[int] | None = None,
+    images: str | Path | None = None,
+    num: int = 8,
+    before: bool = False,
+    pretrained: bool = False,
+) -> Iterator[Panel]:
+    """Models and their images, one at a time.
+
+    Args:
+        specs: each ``[LABEL=]MODEL``, where MODEL is a training checkpoint (.ckpt), which is looked at with its own
+            validation images, or a timm name, ours included, with constructor arguments behind it
+            (``weightformer_tiny {linear_predictor: deep}``), which is looked at with crops of two photographs.
+        size: side, or height and width, in pixels; by default the checkpoint's, or the model's own.
+        images: a folder of images to take instead.
+        num: images a model.
+        before: a checkpoint's architecture with random weights as well, ahead of it.
+        pretrained: take released weights for timm names.
+
+    Raises:
+        ValueError: an unknown model, or a size that is not one or two positive numbers.
+    """
+    if size and (len(size) > 2 or min(size) < 1):
+        raise ValueError(f"--size takes a side, or height and width, in pixels; got {list(size)}")
+    wanted = (size[0], size[-1]) if size else None
+    for spec in specs:
+        match = re.fullmatch(r"(?:([^={/]+)=)?([^{]+?)\s*(\{.*\})?", spec)
+        if match is None:
+            raise ValueError(f"{spec!r} is neither a checkpoint nor a model name, possibly with {{arguments}}")
+        label, name, arguments = match.groups()
+        if name.endswith((".ckpt", ".pt", ".pth", ".safetensors")) or Path(name).is_file():
+            yield from _checkpoint_panels(name, label, wanted, images, num, before)
+        else:
+            kwargs = yaml.safe_load(arguments) if arguments else {}
+            yield _timm_panel(name, kwargs, label or spec, wanted, images, num, pretrained)
+
+
+def _checkpoint_panels(
+    path: str, label: str | None, size: tuple[int, int] | None, folder: str | Path | None, num: int, before: bool
+) -> Iterator[Panel]:
+    from weightformer.config import parse_config
+    from weightformer.models.checkpoint import load_weights
+    from weightformer.tasks.classification import Config, read_checkpoint
+    from weightformer.tasks.classification.data import ImageData
+    from weightformer.tasks.classification.module import build_model
+    from weightformer.tasks.classification.run import normalization
+
+    content, class_names = read_checkpoint(path)
+    config = parse_config(Config, content, where=path)
+    if size:
+        if size[0] != size[1]:
+            raise ValueError(f"{path}: a checkpoint's own images are square; give --size one number, or --images")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=size[0]))
+    mean, std = normalization(config.model)
+    side = config.data.image_size
+    if folder:
+        images = _folder_images(folder, (side, side), config.model.in_chans, mean, std, num)
+    else:
+        data = ImageData(config.data, in_chans=config.model.in_chans, mean=mean, std=std, seed=0)
+        images = []
+        for batch, _ in data.val_loader():
+            images += list(batch)
+            if len(images) >= num:
+                break
+        images = images[:num]
+    label = label or Path(path).resolve().parents[1].name
+    fresh = dataclasses.replace(config.model, weights=None, pretrained=False)
+    for trained in (False, True) if before else (True,):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = build_model(fresh, len(class_names), side)
+        if trained:
+            load_weights(model, path)
+        yield Panel(label, "trained" if trained else "random weights", model, images)
+
+
+def _timm_panel(
+    name: str,
+    kwargs: dict[str, Any],
+    label: str,
+    size: tuple[int, int] | None,
+    folder: str | Path | None,
+    num: int,
+    pretrained: bool,
+) -> Panel:
+    if not timm.is_model(name):
+        raise ValueError(f"no checkpoint {name!r}, and timm knows no model of that name")
+    config: Any = timm.models.get_pretrained_cfg(name)
+    size = size or tuple(config.input_size[1:])
+    channels = kwargs.get("in_chans", 3)
+    if config.fixed_input_size:
+        kwargs = {"img_size": size} | kwargs
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = timm.create_model(name, pretrained=pretrained, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"{name} does not take {kwargs}: {error}") from error
+    mean, std = ([float(np.mean(v))] * channels if len(v) != channels else list(v) for v in (config.mean, config.std))
+    if folder:
+        images = _folder_images(folder, size, channels, mean, std, num)
+    else:
+        images = _photographs(size, channels, mean, std, num)
+    return Panel(label, "released weights" if pretrained else "random weights", model, images)
+
+
+def _folder_images(
+    folder: str | Path, size: tuple[int, int], channels: int, mean: Sequence[float], std: Sequence[float], num: int
+) -> list[Tensor]:
+    from weightformer.tasks.classification.data import find_images, read_image
+
+    paths = find_images([folder])[:num]
+    if not paths:
+        raise ValueError(f"{folder} holds no images")
+    pictures = [read_image(path, channels, 89_478_485) for path in paths]
+    return [_normalised(picture.resize(size[::-1], Image.Resampling.BICUBIC), mean, std) for picture in pictures]
+
+
+def _photographs(
+    size: tuple[int, int], channels: int, mean: Sequence[float], std: Sequence[float], num: int
+) -> list[Tensor]:
+    """Crops of the two photographs that scikit-learn ships, always the same."""
+    from sklearn.datasets import load_sample_images
+
+    photographs = [Image.fromarray(array) for array in load_sample_images().images]
+    random = np.random.default_rng(0)
+    images = []
+    for index in range(num):
+        picture = photographs[index % 2]
+        scale = random.uniform(0.5, 1) * min(picture.width / size[1], picture.height / size[0])
+        width, height = math.floor(size[1] * scale), math.floor(size[0] * scale)
+        left = int(random.integers(picture.width - width + 1))
+        top = int(random.integers(picture.height - height + 1))
+        crop = picture.crop((left, top, left + width, top + height)).resize(size[::-1], Image.Resampling.BICUBIC)
+        images.append(_normalised(crop.convert("L" if channels == 1 else "RGB"), mean, std))
+    return images
+
+
+def _normalised(picture: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    values = torch.from_numpy(np.array(picture, dtype=np.float32) / 255)
+    values = values[None] if values.ndim == 2 else values.permute(2, 0, 1)
+    return (values - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
