@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench docs clean
+.PHONY: help install demo test lint format bench experiments results docs clean
 
 help:
 	@echo "make demo     train, evaluate and predict on the handwritten digits; writes report/report.html"
@@ -14,6 +14,8 @@ help:
 	@echo "make lint     formatting, ruff and mypy"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make bench    check each operation against its reference, then time it"
+	@echo "make experiments   the paper's experiments that fit two cores: hours, resumable; then make results"
+	@echo "make results  write docs/results from the committed measurements"
 	@echo "make docs     build the documentation into site/"
 	@echo "make clean    remove what the other targets made"
 
@@ -34,7 +36,7 @@ demo: install
 	$(BIN)/weightformer demo
 
 # Small operations run slower, and vary more, when several threads share them.
-test bench: export OMP_NUM_THREADS = 1
+test bench experiments results: export OMP_NUM_THREADS = 1
 
 test: install
 	$(BIN)/python -m pytest -n 2
@@ -50,6 +52,12 @@ format: install
 
 bench: install
 	$(BIN)/weightformer bench
+
+experiments: install
+	$(BIN)/python -m weightformer.analysis.experiments --workers 2
+
+results: install
+	$(BIN)/python -m weightformer.analysis.experiments --report_only
 
 # Silences an advertisement that mkdocs-material prints about its successor.
 docs: export NO_MKDOCS_2_WARNING = 1

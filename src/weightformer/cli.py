@@ -192,7 +192,9 @@ def _erf(argv: list[str]) -> int:
         "--images", metavar="FOLDER", help="default: a checkpoint's own data, two photographs for others"
     )
     parser.add_argument("--num", type=int, default=8, help="images a model")
-    parser.add_argument("--radius", type=int, help="of the local window, in tokens; default: reach of the convolutions")
+    parser.add_argument(
+        "--reach", type=int, metavar="PX", help="of the local window; default: that of the convolutions"
+    )
     parser.add_argument("--before", action="store_true", help="each checkpoint with random weights as well")
     parser.add_argument("--pretrained", action="store_true", help="released weights for timm names")
     args = parser.parse_args(argv)

@@ -22,13 +22,14 @@ import timm
 import torch
 import yaml
 from PIL import Image
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from weightformer.layers import Block
 
-__all__ = ["Panel", "ReceptiveField", "erf", "local_radius", "panels", "receptive_field"]
+__all__ = ["Panel", "ReceptiveField", "erf", "local_reach", "panels", "receptive_field"]
 
 
 @dataclass(frozen=True)
@@ -41,36 +42,47 @@ class ReceptiveField:
     """Whether its weights are trained."""
     map: Tensor
     """Mean contribution of each pixel (H, W), float64, not negative."""
-    window_px: tuple[int, int, int, int]
-    """The local window: top, left, bottom, right, in pixels; the last two are the first outside."""
     centre_px: tuple[int, int, int, int]
-    """The central token, likewise."""
+    """The central token: top, left, bottom, right, in pixels; the last two are the first outside."""
+    reach: int
+    """How far the local window extends beyond it, in pixels."""
     num_images: int
     """Images it was averaged over."""
+
+    @property
+    def window_px(self) -> tuple[int, int, int, int]:
+        """The local window, cut at the image's edges: top, left, bottom, right."""
+        return self._around(self.reach)
 
     @property
     def outside(self) -> float:
         """Share of the contributions that comes from outside the window; 0 where nothing contributes."""
         top, left, bottom, right = self.window_px
+        outside = self.map.clone()
+        outside[top:bottom, left:right] = 0
         total = float(self.map.sum())
-        return 1 - float(self.map[top:bottom, left:right].sum()) / total if total else 0.0
+        return float(outside.sum()) / total if total else 0.0
 
     def side(self, share: float) -> int:
         """Side in pixels of the smallest square around the central token that holds a share of the contributions."""
-        height, width = self.map.shape
-        top, left, bottom, right = self.centre_px
-        total = float(self.map.sum())
-        for margin in range(max(height, width)):
-            box = self.map[max(top - margin, 0) : bottom + margin, max(left - margin, 0) : right + margin]
-            if float(box.sum()) >= share * total:
+        wanted = share * float(self.map.sum()) * (1 - 1e-12)  # sums in another order differ in the last digit
+        for margin in range(max(self.map.shape)):
+            top, left, bottom, right = self._around(margin)
+            if float(self.map[top:bottom, left:right].sum()) >= wanted:
                 break
-        return bottom - top + 2 * margin
+        return self.centre_px[2] - self.centre_px[0] + 2 * margin
 
     def picture(self) -> Tensor:
         """``map ** 0.2`` over its largest value, in [0, 1]; all 0 where nothing contributes."""
         picture = self.map**0.2
         largest = float(picture.max())
         return picture / largest if largest else picture
+
+    def _around(self, margin: int) -> tuple[int, int, int, int]:
+        """The central token and what is within so many pixels of it, cut at the image's edges."""
+        top, left, bottom, right = self.centre_px
+        height, width = self.map.shape
+        return max(top - margin, 0), max(left - margin, 0), min(bottom + margin, height), min(right + margin, width)
 
     def numbers(self) -> dict[str, Any]:
         """What stands beside the picture, for JSON."""
@@ -79,7 +91,7 @@ class ReceptiveField:
             "weights": self.note,
             "size": list(self.map.shape),
             "images": self.num_images,
-            "window": list(self.window_px),
+            "reach": self.reach,
             "outside": self.outside,
             "side_50": self.side(0.5),
             "side_99": self.side(0.99),
@@ -101,7 +113,7 @@ class Panel:
 
 
 def receptive_field(
-    model: nn.Module, images: Iterable[Tensor], *, label: str = "", note: str = "", radius: int | None = None
+    model: nn.Module, images: Iterable[Tensor], *, label: str = "", note: str = "", reach: int | None = None
 ) -> ReceptiveField:
     """Measure one model; its mode, its weights and their gradients are left as they were.
 
@@ -110,8 +122,8 @@ def receptive_field(
         images: normalised, (C, H, W) each, all of one size.
         label: what the model is called.
         note: whether its weights are trained.
-        radius: of the local window, in tokens around the central one: (H // 2, W // 2) of the last feature map, on an
-            even grid the one below and right of the middle. By default `local_radius`.
+        reach: of the local window, in pixels beyond the central token: token (H // 2, W // 2) of the last feature map,
+            on an even grid the one below and right of the middle. By default `local_reach`.
 
     Raises:
         ValueError: no image, images of several sizes, a model without a feature map, or a gradient that is not finite.
@@ -135,23 +147,30 @@ def receptive_field(
     if not torch.isfinite(total).all():
         raise ValueError(f"{label or 'the model'}: a gradient with respect to the pixels is not finite")
     height, width = total.shape
-    stride = (-(-height // grid[0]), -(-width // grid[1]))  # rounded up: sides may have been padded to whole patches
+    stride = _stride(height, grid[0]), _stride(width, grid[1])
     centre = (grid[0] // 2, grid[1] // 2)
-    reach = local_radius(model, grid) if radius is None else radius
-
-    def box(around: int) -> tuple[int, int, int, int]:
-        (top, left), (bottom, right) = (
-            [(c + offset) * s for c, s in zip(centre, stride, strict=True)] for offset in (-around, around + 1)
-        )
-        return max(top, 0), max(left, 0), min(bottom, height), min(right, width)
-
-    return ReceptiveField(label, note, total / count, box(reach), box(0), count)
+    reach = local_reach(model, height, width, grid) if reach is None else reach
+    top, left = (c * s for c, s in zip(centre, stride, strict=True))
+    centre_px = (top, left, min(top + stride[0], height), min(left + stride[1], width))
+    return ReceptiveField(label, note, total / count, centre_px, reach, count)
 
 
-def local_radius(model: nn.Module, grid: tuple[int, int]) -> int:
-    """Reach of the depthwise 3 x 3 convolutions of our model, in tokens: one a block. Others: a quarter of the grid."""
+def local_reach(model: nn.Module, height: int, width: int, grid: tuple[int, int]) -> int:
+    """Pixels that the depthwise 3 x 3 convolutions of our model reach: a token a block. Others: a quarter of the image.
+
+    Args:
+        model: one of timm's, ours included.
+        height: of the image, in pixels.
+        width: likewise.
+        grid: size of the last feature map.
+    """
     blocks = sum(isinstance(module, Block) for module in model.modules())
-    return blocks or max(grid) // 4
+    return blocks * _stride(height, grid[0]) if blocks else max(height, width) // 4
+
+
+def _stride(side: int, tokens: int) -> int:
+    """Pixels a token; rounded up, since the side may have been padded to whole patches."""
+    return -(-side // tokens)
 
 
 def _contributions(model: Any, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -183,7 +202,7 @@ def erf(
     size: Sequence[int] | None = None,
     images: str | Path | None = None,
     num: int = 8,
-    radius: int | None = None,
+    reach: int | None = None,
     before: bool = False,
     pretrained: bool = False,
     console: Console | None = None,
@@ -196,7 +215,8 @@ def erf(
         size: side, or height and width, of the images in pixels; by default the model's own.
         images: a folder of images; see `panels` for what is taken otherwise.
         num: images a model.
-        radius: of the local window, in tokens, the same for all models. By default that of the first model of ours.
+        reach: of the local window, in pixels beyond the central token, the same for all models. By default that of
+            the first model of ours.
         before: show each checkpoint's architecture with random weights as well.
         pretrained: take the weights that the author of a timm model released.
         console: where the table goes.
@@ -204,18 +224,20 @@ def erf(
     fields: list[ReceptiveField] = []
     console = console or Console(highlight=False)
     for panel in panels(specs, size=size, images=images, num=num, before=before, pretrained=pretrained):
-        if radius is None and any(isinstance(module, Block) for module in panel.model.modules()):
-            radius = local_radius(panel.model, (1, 1))
-        fields.append(receptive_field(panel.model, panel.images, label=panel.label, note=panel.note, radius=radius))
+        fields.append(receptive_field(panel.model, panel.images, label=panel.label, note=panel.note, reach=reach))
+        if reach is None and any(isinstance(module, Block) for module in panel.model.modules()):
+            reach = fields[-1].reach
+    if reach is not None:
+        fields = [dataclasses.replace(field, reach=reach) for field in fields]
     save = Path(save)
     from weightformer.analysis.figures import erf_figure
 
     erf_figure(fields, save)
     numbers = [field.numbers() for field in fields]
     save.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    table = Table()
-    for column in ("model", "weights", "image, px", "outside the window", "50 % within", "99 % within"):
-        table.add_column(column, justify="left" if column in ("model", "weights") else "right")
+    table = Table(box=SIMPLE)
+    for column in ("model", "weights", "image, px", "outside", "50 % in", "99 % in"):
+        table.add_column(column, justify="left" if column in ("model", "weights") else "right", overflow="fold")
     for row in numbers:
         table.add_row(
             row["label"],

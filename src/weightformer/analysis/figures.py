@@ -120,7 +120,7 @@ def erf_figure(fields: Sequence[ReceptiveField], path: Path, columns: int = 4) -
         figure = Figure(figsize=(0.9 + 2.5 * columns, 3.15 * rows), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, shown in zip(panels, fields, strict=False):
-            image = axes.imshow(shown.picture(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+            image = axes.imshow(shown.picture().numpy(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
             top, left, bottom, right = shown.window_px
             axes.add_patch(
                 matplotlib.patches.Rectangle(

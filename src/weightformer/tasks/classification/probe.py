@@ -21,9 +21,9 @@ What can be reached, and why:
 - *The ceiling* is how well the named item can be told when one knows where to look (`ceiling`).
 
 The backbone's head is linear in the mean over tokens, so a model of static blocks is such a sum as long as no token
-sees two of the three items. ``depth`` blocks of 3 x 3 convolutions see ``2 depth + 1`` tokens a side; from the inner edge
-of one item to that of the next it takes 16 tokens of 7 px. So static twins of up to 7 blocks fail for that reason, and
-any number of images will not help.
+sees two of the three items. ``depth`` blocks of 3 x 3 convolutions see ``2 depth + 1`` tokens of 7 px a side, and 12
+tokens lie between any two items. So static twins of up to 6 blocks (13 tokens: never one of each) fail for that reason,
+and any number of images will not help.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from torch import Tensor
 
 from weightformer.training.loader import derive_seed
 
-__all__ = ["CHANCE", "CLASSES", "LOCAL", "LOCAL_BOUND", "PATCH", "SIDE", "ceiling", "load_probe", "main"]
+__all__ = ["CHANCE", "CLASSES", "LOCAL", "LOCAL_BOUND", "SIDE", "ceiling", "load_probe", "main"]
 
 CLASSES = {"Trouser": 1, "Pullover": 2, "Bag": 8, "Ankle boot": 9}
 """What is named, and its label in Fashion-MNIST."""
 
 _CUES = {"Dress": 3, "Sneaker": 7}
-SIDE, PATCH, _ITEM = 126, 7, 14
+SIDE, _ITEM = 140, 28
 _CORNERS = ((0, 0), (0, SIDE - _ITEM), (SIDE - _ITEM, 0))  # of cue, A and B
 _COMBINATIONS = [
     (cue, a, b) for cue in range(2) for a, b in itertools.permutations(range(len(CLASSES)), 2)
 ]  # (cue, class of A, class of B)
-_REPEATS = {True: 400, False: 80}  # of each combination, so that no split shows an item twice in the same role
+_REPEATS = {True: 300, False: 80}  # of each combination, so few that no item is shown twice
 
 CHANCE, LOCAL, LOCAL_BOUND = 1 / len(CLASSES), 1 / 2, 3 / 4
 """Shares that are right: guessing; the best sum of local terms; a bound that no sum of local terms exceeds."""
 
 
 def load_probe(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Tensor, Tensor]:
-    """The 9,600 training or 1,920 test canvases (N, 1, 126, 126) uint8 and their labels, always the same.
+    """The 7,200 training or 1,920 test canvases (N, 1, 140, 140) uint8 and their labels, always the same.
 
     Items of the training canvases come from the training images of Fashion-MNIST, those of the test canvases from its
-    test images, at half their size.
+    test images; no item is shown twice.
 
     Args:
         root: where Fashion-MNIST is; see `load_fashion_mnist`.
@@ -77,14 +77,15 @@ def load_probe(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Ten
 
 
 def ceiling(root: str | os.PathLike[str] | None = None) -> float:
-    """Share of test canvases on which logistic regression names the item when told where it lies."""
+    """Share of test canvases on which logistic regression, told where to look, names the item (at half resolution)."""
     from sklearn.linear_model import LogisticRegression
 
     named = {}
     for train in (True, False):
         cue, a, b, (_, first, second) = _compose(root, train=train)
         chosen = torch.where((cue == 0)[:, None, None], first, second)
-        named[train] = (chosen.flatten(1).numpy() / 255, torch.where(cue == 0, a, b).numpy())
+        halved = chosen.float().unflatten(1, (_ITEM // 2, 2)).unflatten(3, (_ITEM // 2, 2)).mean(dim=(2, 4)) / 255
+        named[train] = (halved.flatten(1).numpy(), torch.where(cue == 0, a, b).numpy())
     return float(LogisticRegression(max_iter=300).fit(*named[True]).score(*named[False]))
 
 
@@ -108,12 +109,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _compose(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Cue (0 or 1), class of A and class of B (N,) of each canvas, and the three items (N, 14, 14) uint8."""
+    """Cue (0 or 1), class of A and class of B (N,) of each canvas, and the three items (N, 28, 28) uint8."""
     from weightformer.tasks.classification.sources import load_fashion_mnist
 
     images, labels = load_fashion_mnist(root, train=train)
-    small = images[:, 0].float().unflatten(1, (_ITEM, 2)).unflatten(3, (_ITEM, 2)).mean(dim=(2, 4))
-    small = small.round().to(torch.uint8)
     random = np.random.default_rng(derive_seed(0, train))
     rows = np.array(_COMBINATIONS * _REPEATS[train])
     cue, a, b = torch.from_numpy(random.permutation(rows)).unbind(1)
@@ -123,6 +122,6 @@ def _compose(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Tenso
             pool = torch.from_numpy(random.permutation(torch.where(labels == label)[0].numpy()))
             for role, values in roles:
                 places = torch.where(values == kind)[0]
-                items[role, places] = small[pool[: len(places)]]
+                items[role, places] = images[pool[: len(places)], 0]
                 pool = pool[len(places) :]
     return cue, a, b, list(items)

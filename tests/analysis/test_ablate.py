@@ -1,0 +1,255 @@
+"""A grid expands to ordinary training commands, resumes, and its table says what the differences are worth."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from scipy.stats import ttest_ind
+
+from weightformer.analysis.ablate import (
+    GridConfig,
+    ablate,
+    expand,
+    grids,
+    read_grid,
+    significance_note,
+    summarise,
+    table,
+    training_cost,
+)
+from weightformer.cli import main
+from weightformer.config import parse_config, read_yaml, recipe_path
+from weightformer.tasks.classification import Config
+
+SMALL = {
+    "recipe": "digits",
+    "model": {"kwargs": {"embed_dim": 16, "depth": 2}},
+    "data": {"image_size": 16, "pad_crop": 1, "batch_size": 128},
+    "optim": {"warmup_epochs": 0.2},
+    "trainer": {"epochs": 1, "val_every": 1, "log_every": 1, "accelerator": "cpu"},
+}
+VARIANTS: dict[str, Any] = {
+    "released": {},
+    "static": {"model": {"kwargs": {"dynamic_every": 0}}},
+    "DeiT twin": {"model": {"name": "deit_tiny_patch16_224", "kwargs": {"patch_size": 4, "num_heads": 2}}},
+    "runs away": {"optim": {"lr": 1e30, "clip_norm": 0.0}},
+}
+
+
+def grid(folder: Path, **changes: Any) -> GridConfig:
+    content = {"output": str(folder), "seeds": [0, 1], "tasks": {"digits": SMALL}, "variants": VARIANTS}
+    return parse_config(GridConfig, content | changes)
+
+
+# Expansion
+
+
+@pytest.mark.parametrize("name", grids())
+@pytest.mark.parametrize("quick", [False, True])
+def test_shipped_grids_are_valid(name: str, quick: bool) -> None:
+    if quick and name == "imagenet":
+        with pytest.raises(ValueError, match="imagenet has no `quick` part"):
+            read_grid(name, quick=True)
+        return
+    content = read_grid(name, quick=quick)
+    runs = expand(content)
+    assert len({run.content["output"] for run in runs}) == len(runs)
+    assert len(runs) == len(content.seeds) * len(content.tasks) * len(content.variants)
+    assert content.output == f"runs/{name}" + ("_quick" if quick else "")
+
+
+def test_the_strategies_grid_holds_what_the_paper_compares() -> None:
+    runs = expand(read_grid("strategies"), "probe/*/0")
+    kwargs = [run.content["model"]["kwargs"] for run in runs]
+    assert {k.get("dynamic_every", 3) for k in kwargs} == {0, 1, 2, 3, 4, 6}
+    assert {k.get("linear_predictor") for k in kwargs} == {None, "gap", "linear", "nonlinear", "deep"}
+    assert {k.get("conv_predictor") for k in kwargs} == {None, "gap", "amp_dir", "conv"}
+    assert all(k["depth"] <= 6 for k in kwargs), "deeper static twins see two items at once"
+
+
+@pytest.mark.parametrize("name", grids())
+def test_the_commands_are_the_runs(name: str) -> None:
+    for run in expand(read_grid(name)):
+        verb, option, recipe, *rest = shlex.split(run.command)[1:]
+        assert (verb, option) == ("train", "--config")
+        typed = parse_config(Config, read_yaml(recipe_path(recipe)), rest)
+        assert typed == parse_config(Config, run.content), run.name
+
+
+def test_merging_reaches_into_kwargs_and_leaves_the_grid_alone(tmp_path: Path) -> None:
+    runs = {run.variant: run.content for run in expand(grid(tmp_path), "*/0")}
+    assert runs["static"]["model"]["kwargs"] == {"embed_dim": 16, "depth": 2, "dynamic_every": 0}
+    assert runs["released"]["model"]["kwargs"] == {"embed_dim": 16, "depth": 2}
+    assert runs["released"]["optim"]["lr"] == 4e-3  # the recipe's
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"variants": {"a": {"optim": {"learning": 1}}}}, "digits/a: unknown key 'optim.learning'"),
+        ({"tasks": {"digits": {"model": {}}}}, "names no recipe"),
+        ({"tasks": {"digits": {"recipe": "digitz"}}}, "no recipe of that name"),
+        ({"baseline": "nothing"}, "baseline 'nothing' is no variant"),
+        ({"seeds": [1, 1]}, "seeds must differ"),
+        ({"variants": {}}, "needs tasks, variants and seeds"),
+        ({"variantz": {}}, "did you mean variants"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+        ablate(grid(tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pattern_without_runs_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no run of the grid matches 'probe/\*'; they are named like 'digits/released/0'"
+    ):
+        expand(grid(tmp_path), "probe/*")
+
+
+# Running
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grid of eight runs on the digits, the first half of them by two workers."""
+    folder = tmp_path_factory.mktemp("grid")
+    content = {"output": str(folder / "out"), "seeds": [0, 1], "tasks": {"digits": SMALL}, "variants": VARIANTS}
+    (folder / "grid.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    assert main(["ablate", str(folder / "grid.yaml"), "--only", "*/0", "--workers", "2"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("result.json")}
+    assert len(before) == 4
+    assert len(json.loads((folder / "out" / "results.json").read_text())["missing"]) == 4
+    assert main(["ablate", str(folder / "grid.yaml")]) == 0
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items()), "a finished run was run again"
+    return folder / "out"
+
+
+def test_results_of_a_grid(finished: Path) -> None:
+    content = json.loads((finished / "results.json").read_text())
+    assert content["missing"] == []
+    assert {"processor", "torch", "Python"} <= content["machine"].keys()
+    rows = {(row["variant"], row["seed"]): row for row in content["rows"]}
+    assert len(rows) == 8
+    assert 0.1 < rows["released", 0]["top1"] <= 1
+    assert rows["released", 0]["dynamic_blocks"] == 1
+    assert rows["static", 0]["dynamic_blocks"] == rows["DeiT twin", 0]["dynamic_blocks"] == 0
+    assert rows["static", 0]["parameters"] < rows["released", 0]["parameters"]
+    assert rows["released", 1]["steps"] == 11
+    assert 0 < rows["released", 1]["cpu_seconds"] < 600
+    for seed in (0, 1):
+        assert "not finite" in rows["runs away", seed]["diverged"] or "became" in rows["runs away", seed]["diverged"]
+        assert "top1" not in rows["runs away", seed]
+    text = (finished / "table.md").read_text()
+    assert "2 diverged" in text
+    assert "Two seeds a variant is little" in text
+    assert "<svg" in (finished / "digits.svg").read_text()
+    assert "epoch 1/1" in (finished / "digits" / "static" / "1" / "console.log").read_text()
+
+
+def test_a_run_with_other_settings_is_not_overwritten(finished: Path) -> None:
+    changed = {**SMALL, "optim": {"warmup_epochs": 0.3}}
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        ablate(grid(finished, tasks={"digits": changed}))
+
+
+def test_a_failure_leaves_the_other_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {
+        "output": str(tmp_path / "out"),
+        "seeds": [0],
+        "tasks": {"digits": SMALL},
+        "variants": {"no such model": {"model": {"name": "weightformer_macro"}}, "released": {}},
+    }
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    assert main(["ablate", str(tmp_path / "grid.yaml")]) == 1
+    assert "failed: digits/no such model/0: timm knows no model" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["released"]
+
+
+def test_list_prints_commands_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["ablate", "--quick", "--list", "--seeds", "[3]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 14
+    assert all("--config digits" in line and "--seed 3" in line for line in lines)
+    assert not list(tmp_path.iterdir())
+
+
+# Cost, spread and significance
+
+
+def test_steps_that_a_resumption_repeated_are_counted_once(tmp_path: Path) -> None:
+    records = [
+        {"event": "start", "cpu": 3.0},
+        *({"cpu": 5.0 + 2 * i, "step": 10 * i + 9, "train/loss_step": 1.0} for i in range(4)),  # 0.2 s a step
+        {"event": "start", "cpu": 1.0},
+        *({"cpu": 4.0 + 2 * i, "step": 10 * i + 29, "train/loss_step": 1.0} for i in range(3)),  # from step 20 on
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert training_cost(tmp_path / "log.jsonl") == {"steps": 50, "cpu_seconds": pytest.approx(10.0)}
+    (tmp_path / "log.jsonl").write_text(json.dumps(records[1]))
+    assert training_cost(tmp_path / "log.jsonl") == {"steps": 10}
+
+
+def row(variant: str, seed: int, top1: float | None, task: str = "t") -> dict[str, Any]:
+    end = {"diverged": "the loss became nan"} if top1 is None else {"top1": top1}
+    return {"task": task, "variant": variant, "seed": seed, "parameters": 10, "multiply_adds": 2_000_000, **end}
+
+
+VALUES = {"base": [0.5, 0.52, 0.51], "far": [0.9, 0.91, 0.92], "near": [0.52, 0.53, 0.54], "same": [0.5, 0.52, 0.51]}
+
+
+def test_summaries_are_welch_and_holm() -> None:
+    rows = [row(name, seed, value) for name, values in VALUES.items() for seed, value in enumerate(values)]
+    found = {s.variant: s for s in summarise(rows, "base")}
+    assert found["base"].p is None
+    assert found["base"].difference is None
+    for name in ("far", "near", "same"):
+        expected = ttest_ind(VALUES[name], VALUES["base"], equal_var=False).pvalue
+        assert found[name].p == pytest.approx(expected)
+    assert found["far"].difference == pytest.approx(0.4)
+    assert found["far"].sd == pytest.approx(0.01)
+    # near alone would reach 7 %; far survives the correction for three comparisons
+    assert [found[name].significant for name in ("far", "near", "same")] == [True, False, False]
+
+
+def test_holm_counts_the_comparisons() -> None:
+    rows = [row(name, seed, value) for name, values in VALUES.items() for seed, value in enumerate(values)]
+    close = [0.533, 0.543, 0.553]  # p = 1.5 % alone, 4.6 % among three
+    rows += [row("close", seed, value) for seed, value in enumerate(close)]
+    alone = [r for r in rows if r["variant"] in ("base", "close")]
+    p = ttest_ind(close, VALUES["base"], equal_var=False).pvalue
+    assert 0.05 / 3 < p < 0.05
+    assert {s.variant: s.significant for s in summarise(alone, "base")}["close"]
+    assert not {s.variant: s.significant for s in summarise(rows, "base")}["close"]
+
+
+def test_single_seeds_diverged_and_equal_ones() -> None:
+    rows = [row("base", 0, 0.5), row("one", 0, 0.6), row("gone", 0, None)]
+    found = {s.variant: s for s in summarise(rows, "base")}
+    assert found["one"].p is None
+    assert math.isnan(found["one"].sd)
+    assert math.isnan(found["gone"].mean)
+    assert found["gone"].diverged == 1
+    equal = [row(name, seed, value) for name, value in (("base", 0.5), ("b", 0.5), ("c", 0.6)) for seed in (0, 1)]
+    assert [s.p for s in summarise(equal, "base")] == [None, 1.0, 0.0]
+    text = table(summarise(rows, "base"))
+    assert "| t | gone | – | 0, 1 diverged |  |  | 10 | 2.00 M |  |" in text
+    assert "| t | one | 60.00 | 1 | +10.00 |" in text
+
+
+def test_the_note_says_how_weak_three_seeds_are() -> None:
+    rows = [row(name, seed, value) for name in ("base", "far") for seed, value in enumerate(VALUES[name])]
+    note = significance_note(summarise(rows, "base"))
+    assert "Three seeds a variant is little" in note
+    assert "pooled standard deviation 1.00 points) 2.27" in note  # t(4) at 97.5 % times sqrt(2 / 3)

@@ -1,0 +1,161 @@
+"""The page of results: verdicts follow from the numbers, and the committed page is what the measurements say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightformer.analysis import claims
+from weightformer.analysis.ablate import expand, read_grid
+from weightformer.analysis.claims import FAILS, HOLDS, OPEN, PENDING, Measurements
+from weightformer.analysis.experiments import EXPERIMENTS, SKIPPED, main
+from weightformer.analysis.report import page
+
+ROOT = Path(__file__).parents[2]
+MACHINE = {"processor": "a processor, 2 cores", "system": "Linux", "Python": "3.11", "torch": "2.14.1"}
+
+
+def test_the_committed_page_is_what_the_measurements_say() -> None:
+    text = page(Measurements(ROOT / "benchmarks" / "results"), EXPERIMENTS, SKIPPED)
+    assert (ROOT / "docs" / "results" / "index.md").read_text(encoding="utf-8") == text, "run: make results"
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Measurements:
+    (tmp_path / "results").mkdir()
+    return Measurements(tmp_path / "results")
+
+
+def write(measured: Measurements, name: str, **content: Any) -> None:
+    content = {"date": "2026-01-01", "machine": MACHINE, **content}
+    (measured.folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def write_strategies(measured: Measurements, **means: float) -> None:
+    """Every variant at 60 % on both tasks, with a spread of a point over three seeds, but for ``task__variant``."""
+    grid = read_grid("strategies")
+    rows = []
+    for run in expand(grid):
+        mean = means.get(f"{run.task}__{run.variant.replace(' ', '_').replace('+', 'and')}", 0.6)
+        row = {"task": run.task, "variant": run.variant, "seed": run.seed, "top1": mean + 0.01 * (run.seed - 1)}
+        rows.append(row | {"parameters": 1000, "multiply_adds": 10**6, "cpu_seconds": 12.0})
+    content = {"grid": {"baseline": grid.baseline}, "missing": [], "marks": {"probe": {"chance": 0.25}}, "rows": rows}
+    write(measured, "strategies", **content)
+
+
+OURS = "bilateral_and_adaptive"
+
+
+def test_without_measurements_nothing_is_claimed(measured: Measurements) -> None:
+    text = page(measured, EXPERIMENTS, SKIPPED)
+    verdicts = [claim.find(measured).verdict for claim in claims.CLAIMS]
+    assert verdicts.count(PENDING) == 8
+    assert text.count(f"**{PENDING}**") == 8
+    assert "Not measured yet" in text
+
+
+def test_counts_and_identity_hold(measured: Measurements) -> None:
+    for find in (claims._linear_cost, claims._sizes, claims._identity):
+        assert find(measured).verdict == HOLDS
+
+
+@pytest.mark.parametrize(
+    ("ours", "static", "verdict"), [(0.95, 0.5, HOLDS), (0.7, 0.5, FAILS), (0.95, 0.9, FAILS), (0.5, 0.5, FAILS)]
+)
+def test_global_modelling(ours: float, static: float, verdict: str, measured: Measurements) -> None:
+    write_strategies(measured, **{f"probe__{OURS}": ours, "probe__static": static})
+    finding = claims._global(measured)
+    assert finding.verdict == verdict
+    assert f"WeightFormer {100 * ours:.1f} ± 1.0 %" in finding.measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, OPEN),
+        ({f"probe__{OURS}": 0.9, f"fashion_mnist__{OURS}": 0.9}, HOLDS),
+        ({f"probe__{OURS}": 0.9}, OPEN),
+        ({"probe__linear_deep": 0.9}, FAILS),
+    ],
+)
+def test_best_strategy(changes: dict[str, float], verdict: str, measured: Measurements) -> None:
+    write_strategies(measured, **changes)
+    assert claims._best_strategy(measured).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, OPEN),
+        ({"probe__every_block": 0.5, "fashion_mnist__every_block": 0.5}, HOLDS),
+        ({"probe__every_block": 0.5}, OPEN),
+        ({"fashion_mnist__every_2nd_block": 0.7}, FAILS),
+    ],
+)
+def test_frequency(changes: dict[str, float], verdict: str, measured: Measurements) -> None:
+    write_strategies(measured, **changes)
+    assert claims._frequency(measured).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict", "words"),
+    [(0.9, HOLDS, "ahead of the static"), (0.6, FAILS, "not told apart from the static"), (0.3, FAILS, "behind the")],
+)
+def test_twins(ours: float, verdict: str, words: str, measured: Measurements) -> None:
+    write_strategies(measured, **{f"fashion_mnist__{OURS}": ours})
+    finding = claims._beats_twins(measured)
+    assert finding.verdict == verdict
+    assert words in finding.measured
+
+
+def fields(**outside: float) -> list[dict[str, Any]]:
+    shared = {"size": [140, 140], "images": 8, "reach": 42, "side_50": 30, "side_99": 120}
+    names = ["bilateral + adaptive", "linear gap", "linear linear", "linear nonlinear", "linear deep", "DeiT twin"]
+    shares = {**dict.fromkeys(names, 0.4), "static": 0.0, **outside}
+    return [
+        {"label": name, "weights": weights, "outside": share, **shared}
+        for name, share in shares.items()
+        for weights in ("random weights", "trained")
+    ]
+
+
+@pytest.mark.parametrize(("static", "deep", "verdicts"), [(0.0, 0.4, (HOLDS, FAILS)), (0.1, 0.1, (FAILS, HOLDS))])
+def test_receptive_fields(static: float, deep: float, verdicts: tuple[str, str], measured: Measurements) -> None:
+    write(measured, "erf_after", rows=fields(static=static, **{"linear deep": deep}))
+    assert (claims._fields(measured).verdict, claims._deep_is_local(measured).verdict) == verdicts
+
+
+@pytest.mark.parametrize(("every", "verdict"), [(0.9, FAILS), (0.7, HOLDS), (None, HOLDS)])
+def test_stability(every: float | None, verdict: str, measured: Measurements) -> None:
+    dynamics = {"loss": [[0, 2.0]], "ratio": [[0, 1.0]], "saturation": [], "rank": [], "grad": [[0, 1.0]]}
+    shared = {"task": "fashion_mnist", "seed": 0, "parameters": 1, "multiply_adds": 1}
+    shared["dynamics"] = {**dynamics, "warning": None}
+    end = {"diverged": "the loss became nan"} if every is None else {"top1": every}
+    rows = [{"variant": "released", "top1": 0.88, **shared}, {"variant": "every block", **end, **shared}]
+    write(measured, "stability", rows=rows, grid={"baseline": "released"}, marks={})
+    assert claims._stability(measured).verdict == verdict
+
+
+def test_the_page_shows_tables_figures_machine_and_commands(measured: Measurements, tmp_path: Path) -> None:
+    write_strategies(measured, **{f"probe__{OURS}": 0.95, "probe__static": 0.5})
+    write(measured, "erf_after", rows=fields())
+    docs = tmp_path / "docs"
+    assert main(["--report_only", "--results", str(measured.folder), "--docs", str(docs)]) == 0
+    text = (docs / "index.md").read_text()
+    for part in (
+        "| probe | bilateral + adaptive | 95.00 ± 1.00 | 3 | +45.00 | < 0.001 * |",
+        "](strategies-probe.svg)",
+        "](strategies-fashion-mnist.svg)",
+        "a processor, 2 cores",
+        "torch 2.14.1",
+        "2026-01-01",
+        "`weightformer ablate strategies --workers 2`",
+        "| static | trained | 140 × 140 px | 0.00% | 30 px | 120 px |",
+    ):
+        assert part in text, part
+    figures = {path.name for path in docs.glob("*.svg")}
+    assert figures == {"strategies-probe.svg", "strategies-fashion-mnist.svg"}
+    assert all(skipped.name in text for skipped in SKIPPED)
