@@ -178,6 +178,10 @@ def test_images_that_do_not_fit(model, shape: tuple[int, ...], message: str) -> 
         stream(model, torch.randn(shape), progress=False)
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused(lively) -> None:
     with pytest.raises(ValueError, match="Linear"):
         stream(torch.nn.Linear(3, 3), torch.randn(3, 40, 50))
+    changed = lively()
+    changed.blocks[2].act = torch.nn.ReLU()
+    with pytest.raises(ValueError, match="block 2 has the activation ReLU"):
+        stream(changed, torch.randn(3, 40, 50))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightformer import ops
@@ -40,9 +39,6 @@ __all__ = [
 
 Strips = Iterator[Tensor]
 T = TypeVar("T")
-
-# The MLP works on as many tokens at a time as stay in cache with their hidden layer.
-_MLP_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,8 @@ def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
     for i, block in enumerate(blocks):
         if not isinstance(block, Block):
             raise ValueError(f"block {i} is a {type(block).__name__}; only weightformer.layers.Block can be streamed")
+        if type(block.act) is not nn.GELU:
+            raise ValueError(f"block {i} has the activation {type(block.act).__name__}; only GELU can be streamed")
         if not block.dynamic:
             groups[-1][1].append(block)
             continue
@@ -124,20 +122,19 @@ def _inside(bounds: tuple[Tensor, Tensor], start: int, count: int, dtype: torch.
 class Weights:
     """All that `apply_block` needs of a block whose weights are known."""
 
-    kernel: Tensor  # (C, 1, 3, 3)
+    kernel: Tensor  # (C, 3, 3)
     kernel_bias: Tensor
-    norm: nn.Module
-    fc1: Tensor  # (O, C)
+    norm: nn.LayerNorm
+    fc1: Tensor  # (O, C), or predicted (1, C, O)
     fc1_bias: Tensor
-    act: Callable[[Tensor], Tensor]
-    fc2: nn.Module
+    fc2: nn.Linear
 
 
 def static_weights(block: Block) -> Weights:
     """The parameters of a static block."""
     conv: Any = block.conv
     fc1: Any = block.fc1
-    return Weights(conv.weight, conv.bias, block.norm2, fc1.weight, fc1.bias, block.act, block.fc2)
+    return Weights(conv.weight.squeeze(1), conv.bias, block.norm2, fc1.weight, fc1.bias, block.fc2)
 
 
 def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tokens: int) -> Weights:
@@ -151,9 +148,9 @@ def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tok
     """
     conv: Any = block.conv
     fc1: Any = block.fc1
-    kernel = conv.kernel(region_means)[0, :, None].to(conv.bias.dtype)
-    weight = fc1.weight if gram is None else predicted_weight(block, gram, tokens)[0]
-    return Weights(kernel, conv.bias, block.norm2, weight.mT.contiguous(), fc1.bias, block.act, block.fc2)
+    kernel = conv.kernel(region_means)[0].to(conv.bias.dtype)
+    weight = fc1.weight[None] if gram is None else predicted_weight(block, gram, tokens)
+    return Weights(kernel, conv.bias, block.norm2, weight, fc1.bias, block.fc2)
 
 
 def predicted_weight(block: Block, gram: Tensor, tokens: int) -> Tensor:
@@ -172,7 +169,7 @@ def gram_sum(block: Block, weights: Weights, strips: Strips, top: bool, bottom: 
     The rows must start on an even row of the grid, as 2 x 2 pooling does; an odd last row is dropped, as it is there.
     """
     fc1: Any = block.fc1
-    for pairs in _row_pairs(_by_window(lambda window: weights.norm(_mix(weights, window)), strips, top, bottom)):
+    for pairs in _row_pairs(_by_window(lambda window: _mix(weights, window)[1][0], strips, top, bottom)):
         left, right = fc1.factors(pairs[None])
         total += gram(left, right)
     return total
@@ -187,21 +184,19 @@ def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> St
         top: whether the first row is the grid's first; if not, it serves only as the neighbour of the next row.
         bottom: likewise for the last row.
     """
-    return _by_window(lambda window: _mlp(weights, _mix(weights, window)), strips, top, bottom)
+
+    def step(window: Tensor) -> Tensor:
+        x, y = _mix(weights, window)
+        return ops.mlp(x, y, weights.fc1, weights.fc1_bias, weights.fc2.weight, weights.fc2.bias)[0]
+
+    return _by_window(step, strips, top, bottom)
 
 
-def _mix(weights: Weights, window: Tensor) -> Tensor:
-    """``x + conv(x)`` for the inner rows of a window (n + 2, W, C)."""
-    x = window[None].permute(0, 3, 1, 2)
-    y = F.conv2d(x, weights.kernel, weights.kernel_bias, padding=(0, 1), groups=x.shape[1])
-    return y[0].permute(1, 2, 0).contiguous().add_(window[1:-1])
-
-
-def _mlp(weights: Weights, x: Tensor) -> Tensor:
-    """``x + fc2(gelu(fc1(norm2(x))))``, in place."""
-    for part in x.flatten(0, 1).split(_MLP_TOKENS):
-        part += weights.fc2(weights.act(F.linear(weights.norm(part), weights.fc1, weights.fc1_bias)))
-    return x
+def _mix(weights: Weights, window: Tensor) -> tuple[Tensor, Tensor]:
+    """``x + conv(x)`` and its norm2 for the inner rows of a window (n + 2, W, C), both (1, n, W, C)."""
+    norm = weights.norm
+    x, y = ops.depthwise_norm(window[None], weights.kernel, weights.kernel_bias, norm.weight, norm.bias, norm.eps)
+    return x[:, 1:-1], y[:, 1:-1]
 
 
 def _by_window(step: Callable[[Tensor], Tensor], strips: Strips, top: bool, bottom: bool) -> Strips:
