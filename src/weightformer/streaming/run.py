@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from weightformer.streaming.passes import (
     static_weights,
 )
 from weightformer.streaming.progress import Meter, block_work, embed_work, gram_work, progress_bar
-from weightformer.streaming.rows import Rows
+from weightformer.streaming.rows import Rows, least, together
 from weightformer.streaming.sources import Source, open_source
 from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
 
 __all__ = ["stream"]
+
+_logger = logging.getLogger("weightformer.streaming")
 
 
 @torch.no_grad()
@@ -67,9 +70,12 @@ def stream(
         memory: for the tokens, in bytes or as in ``"2GiB"``; half of the device's memory by default. Tokens that
             exceed it go to ``workspace``, or without one to a temporary folder.
         workspace: a folder for the tokens, whatever their size. A run that was killed or failed resumes after its last
-            finished pass when it is called again with the same model, image and ``strip_rows``, to the same bits.
+            finished pass when it is called again with the same model, image, ``strip_rows`` and number of processes, to
+            the same bits.
         progress: whether to show a bar on the error stream; or a function called with the finished share, 0 to 1.
-        group: processes that share the image by rows; each calls with the same arguments and gets the same result.
+        group: processes that share the image by rows; each calls with the same arguments and gets the same result. What
+            each pass sent is logged (``weightformer.streaming``, level INFO). A dense output goes to a ``.npy`` file
+            that all of them can reach.
 
     Returns:
         (1, num_classes) or (1, C) for a pooled output, (1, H, W, K) for a dense one; the path if ``out`` is given.
@@ -80,26 +86,32 @@ def stream(
             run's.
         RegionError: pixels could not be read.
         WorkspaceError: tokens or results could not be written, as on a full disk.
+        RuntimeError: another process of the group failed.
     """
-    _check_arguments(model, output, out, strip_rows, workspace, group)
-    with _opened(source) as image, progress_bar(image.name, progress) as listener:
-        check_image(model, image)
-        patch = model.patch_embed.patch_size
-        height, width = -(-image.height // patch), -(-image.width // patch)
-        rows = Rows(height, group)
-        parts = segments(model.blocks)
-        rows.check_halo(max((part.halo for part in parts[1:]), default=0))
+    _check_arguments(model, output, out, strip_rows, group)
+    weight = model.patch_embed.proj.weight
+    with ExitStack() as stack:
+        with together(group, weight.device):
+            image = stack.enter_context(_opened(source))
+            check_image(model, image)
+            patch = model.patch_embed.patch_size
+            height, width = -(-image.height // patch), -(-image.width // patch)
+            rows = Rows(height, group)
+            parts = segments(model.blocks)
+            rows.check_halo(max((part.halo for part in parts[1:]), default=0))
+            sink = _sink(model, output, None if out is None else Path(out), rows, width)
 
-        weight = model.patch_embed.proj.weight
-        shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
-        sink = _sink(model, output, None if out is None else Path(out), rows, width)
-        folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device)
-        run = {}
-        if workspace is not None:
-            run = {"model": _digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
-        with open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary) as tokens:
-            _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
-            return sink.result()
+            listener = stack.enter_context(progress_bar(image.name, progress))
+            shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
+            folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device, group)
+            run = {}
+            if workspace is not None:
+                run = {"model": _digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
+                run["division into processes"] = f"{rows.start}-{rows.stop} of {height}"
+            tokens = stack.enter_context(
+                open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary)
+            )
+        return _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
 
 
 class _Run:
@@ -120,22 +132,33 @@ class _Run:
         self.rows, self.width, self.strip_rows = rows, width, strip_rows
         self.meter = Meter(sum(self._work(number) for number in range(2 * len(parts) - 1)), listener)
 
-    def passes(self, sink: Output) -> None:
-        """Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
+    def passes(self, sink: Output) -> Any:
+        """What the sink makes of all passes.
+
+        Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
 
         Each pass leaves the tokens as they enter the next dynamic block's convolution, and the sums it needs.
         """
-        finished, statistics = self.tokens.resume()
+        finished = least(self.tokens.finished, self.rows.group, self.device)
+        statistics = self.tokens.resume(finished)
         self.meter.add(sum(self._work(number) for number in range(finished + 1)))
         for i, part in enumerate(self.parts):
             measure, apply = 2 * i - 1, 2 * i
             if part.dynamic is not None and finished < measure:
                 statistics["gram"] = self._measure(part, statistics["regions"])
-                self.tokens.finish_pass(measure, statistics, wrote_tokens=False)
+                self._finish(measure, statistics, wrote_tokens=False)
             if finished < apply:
                 statistics = self._apply(i, statistics, sink)
                 if part is not self.parts[-1]:
-                    self.tokens.finish_pass(apply, statistics, wrote_tokens=True)
+                    self._finish(apply, statistics, wrote_tokens=True)
+        result = sink.result()
+        self._log_sent(2 * len(self.parts) - 2)
+        return result
+
+    def _finish(self, number: int, statistics: dict[str, Tensor], *, wrote_tokens: bool) -> None:
+        with together(self.rows.group, self.device):
+            self.tokens.finish_pass(number, statistics, wrote_tokens=wrote_tokens)
+        self._log_sent(number)
 
     def _measure(self, part: Segment, regions: Tensor) -> Tensor:
         """The Gram matrix of a dynamic block."""
@@ -144,7 +167,9 @@ class _Run:
         strips, top, bottom = self._stored(halo=1)
         strips = self.meter.count(strips, gram_work(block) * self.width)
         total = self._zeros(1, *block.fc1.ranks)
-        return self.rows.sum(gram_sum(block, weights, strips, top, bottom, total))
+        with together(self.rows.group, self.device):
+            gram_sum(block, weights, strips, top, bottom, total)
+        return self.rows.sum(total)
 
     def _apply(self, index: int, statistics: dict[str, Tensor], sink: Output) -> dict[str, Tensor]:
         """Run the blocks of a segment; feed the sink after the last one, else return the next block's region sums."""
@@ -159,15 +184,17 @@ class _Run:
             strips = apply_block(static_weights(block), strips, top, bottom)
         own = self._own(0 if top else self.rows.start, strips)
         if last:
-            for row, strip in own:
-                sink.add(row, self.model.norm(strip))
+            with together(self.rows.group, self.device):
+                for row, strip in own:
+                    sink.add(row, self.model.norm(strip))
             return {}
         following: Any = self.parts[index + 1].dynamic
         sums = self._zeros(1, 3, 3, self.model.embed_dim)
-        for row, strip in own:
-            strip = following.norm1(strip)
-            sums += region_sums(strip[None], row, self.rows.height, sums.dtype)
-            self.tokens.write(row - self.rows.start, strip)
+        with together(self.rows.group, self.device):
+            for row, strip in own:
+                strip = following.norm1(strip)
+                sums += region_sums(strip[None], row, self.rows.height, sums.dtype)
+                self.tokens.write(row - self.rows.start, strip)
         return {"regions": self.rows.sum(sums)}
 
     def _region_means(self, totals: Tensor) -> Tensor:
@@ -186,7 +213,9 @@ class _Run:
         count = len(self.rows)
         above = below = None
         if self.rows.group is not None:
-            above, below = self.rows.neighbours(self.tokens.read(0, halo), self.tokens.read(count - halo, count))
+            with together(self.rows.group, self.device):
+                first, last = self.tokens.read(0, halo), self.tokens.read(count - halo, count)
+            above, below = self.rows.neighbours(first, last)
 
         def strips() -> Strips:
             if above is not None:
@@ -207,9 +236,30 @@ class _Run:
     def _num_tokens(self) -> int:
         return self.rows.height * self.width
 
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self.model.patch_embed.proj.weight.device
+
     def _zeros(self, *shape: int) -> Tensor:
-        device = self.model.patch_embed.proj.weight.device
-        return torch.zeros(shape, dtype=accumulator_dtype(device), device=device)
+        return torch.zeros(shape, dtype=accumulator_dtype(self.device), device=self.device)
+
+    def _log_sent(self, number: int) -> None:
+        """Say what this process sent in a pass, and begin to count anew."""
+        if self.rows.group is None:
+            return
+        sent, blocks = self.rows.sent, list(self.model.blocks)
+        part = self.parts[(number + 1) // 2]
+        first = 0 if part.dynamic is None else blocks.index(part.dynamic)
+        last = first + part.halo - 1
+        if number % 2:
+            what = f"block {first} measured"
+        elif first < last:
+            what = f"blocks {first} to {last} applied"
+        else:
+            what = f"block {first} applied" if part.halo else "pixels embedded"
+        _logger.info("%s: sent %d bytes of halo rows and %d of sums", what, sent["halo"], sent["statistics"])
+        sent.update(halo=0, statistics=0)
 
     def _work(self, number: int) -> int:
         """Work of one pass over this process's rows and the halo around them."""
@@ -224,7 +274,7 @@ class _Run:
 
 
 def _check_arguments(
-    model: WeightFormer, output: object, out: object, strip_rows: int, workspace: object, group: object
+    model: WeightFormer, output: object, out: str | os.PathLike[str] | None, strip_rows: int, group: object
 ) -> None:
     if not isinstance(model, WeightFormer):
         raise ValueError(f"stream needs a WeightFormer, got {type(model).__name__}; unwrap it first")
@@ -235,11 +285,8 @@ def _check_arguments(
     dense = callable(output) or output == "features" or model.global_pool == ""
     if out is not None and not dense:
         raise ValueError(f"out is for dense outputs; {output!r} is one vector and is returned")
-    if group is not None and (dense or workspace is not None):
-        raise ValueError(
-            "over several processes, stream returns 'logits' or 'pooled' and cannot resume: "
-            "leave out the dense output and the workspace"
-        )
+    if group is not None and dense and (out is None or Path(out).suffix != ".npy"):
+        raise ValueError("over several processes, a dense output is written by all of them: give a .npy path as out")
 
 
 def _sink(
@@ -259,11 +306,15 @@ def _sink(
 
 
 def _choose_folder(
-    size: int, memory: int | str | None, workspace: str | os.PathLike[str] | None, device: torch.device
+    size: int,
+    memory: int | str | None,
+    workspace: str | os.PathLike[str] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Path | None, bool]:
     """Where tokens of this size go, and whether the folder is to be removed afterwards; no folder means memory."""
     if workspace is not None:
-        return Path(workspace), False
+        return Path(workspace) if group is None else Path(workspace) / f"process-{dist.get_rank(group)}", False
     if size <= (_half_of_memory(device) if memory is None else as_bytes(memory)):
         return None, False
     return Path(tempfile.mkdtemp(prefix="weightformer-")), True
@@ -273,7 +324,8 @@ def _half_of_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2
     if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # that torchrun started on this machine
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (2 * processes)
     return float(2 * 2**30)
 
 
