@@ -145,7 +145,10 @@ def killed(rank: int, folder: Path, size: int) -> None:
 
     FileTokens.finish_pass = die  # type: ignore[method-assign]
     join(rank, folder, size, "killed")
-    resumable(folder, size)
+    try:
+        resumable(folder, size)
+    except RuntimeError:  # the connection to the killed process is lost
+        os._exit(1)
 
 
 def resumed(rank: int, folder: Path, size: int) -> None:
