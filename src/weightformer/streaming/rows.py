@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weightformer.streaming.errors import PeerError
+
 __all__ = ["Rows", "least", "split_rows", "together"]
 
 
@@ -28,7 +30,7 @@ def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[
     """Leave the block on every process, or raise on every process: none waits for one that failed.
 
     Raises:
-        RuntimeError: the block succeeded here and failed elsewhere.
+        PeerError: the block succeeded here and failed elsewhere.
     """
     try:
         yield
@@ -36,7 +38,7 @@ def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[
         least(0, group, device)
         raise
     if not least(1, group, device):
-        raise RuntimeError("another process that shares this image failed; its own message says why")
+        raise PeerError("another process that shares this image failed; its own message says why")
 
 
 def split_rows(height: int, parts: int) -> list[int]:

@@ -35,7 +35,7 @@ from weightformer.streaming.rows import Rows, least, together
 from weightformer.streaming.sources import Source, open_source
 from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
 
-__all__ = ["stream"]
+__all__ = ["digest", "stream"]
 
 _logger = logging.getLogger("weightformer.streaming")
 
@@ -86,7 +86,7 @@ def stream(
             run's.
         RegionError: pixels could not be read.
         WorkspaceError: tokens or results could not be written, as on a full disk.
-        RuntimeError: another process of the group failed.
+        PeerError: another process of the group failed.
     """
     _check_arguments(model, output, out, strip_rows, group)
     weight = model.patch_embed.proj.weight
@@ -106,7 +106,7 @@ def stream(
             folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device, group)
             run = {}
             if workspace is not None:
-                run = {"model": _digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
+                run = {"model": digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
                 run["division into processes"] = f"{rows.start}-{rows.stop} of {height}"
             tokens = stack.enter_context(
                 open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary)
@@ -329,12 +329,13 @@ def _half_of_memory(device: torch.device) -> float:
     return float(2 * 2**30)
 
 
-def _digest(model: WeightFormer) -> str:
-    digest = hashlib.blake2b(str(model).encode())
+def digest(model: WeightFormer) -> str:
+    """Text that differs whenever the model's structure or a weight does."""
+    hashed = hashlib.blake2b(str(model).encode())
     for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
+        hashed.update(name.encode())
+        hashed.update(value.cpu().contiguous().view(torch.uint8).numpy())
+    return hashed.hexdigest()
 
 
 @contextmanager
