@@ -54,7 +54,8 @@ class Contender:
         """The model on its device, in evaluation mode, compiled if it should be."""
         torch.manual_seed(0)
         model = self.build(size).eval().to(device, dtype)
-        return torch.compile(model, fullgraph=True) if self.compiled else model  # type: ignore[return-value]
+        # One graph a size: a graph of free sizes, which serves every size after the first, is slower.
+        return torch.compile(model, fullgraph=True, dynamic=False) if self.compiled else model  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
