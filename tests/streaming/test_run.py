@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor
 
 from weightformer.streaming import stream
@@ -121,6 +123,17 @@ def test_grey_images_serve_colour_models_and_alpha_is_dropped(model) -> None:
     expected = stream(model, grey.expand(3, -1, -1), progress=False)
     assert (stream(model, grey, progress=False) == expected).all()
     assert (stream(model, torch.cat([grey.expand(3, -1, -1), grey[None] // 2]), progress=False) == expected).all()
+
+
+def test_a_grey_model_takes_the_luma_of_colours(lively, photograph) -> None:
+    grey = lively(in_chans=1)
+    expected = stream(grey, np.asarray(Image.fromarray(photograph).convert("L")), progress=False)
+    for pixels in (photograph, np.concatenate([photograph, photograph[..., :1] // 2], axis=2)):
+        assert (stream(grey, pixels, progress=False) == expected).all()
+    assert relative(stream(grey, photograph.astype(np.uint16) * 257, progress=False), expected) < 1e-2
+    own = torch.randn(3, 30, 50)  # the model's own input
+    expected = stream(grey, (0.299 * own[:1] + 0.587 * own[1:2] + 0.114 * own[2:]), progress=False)
+    assert relative(stream(grey, own, progress=False), expected) < 1e-4
 
 
 def test_a_model_of_two_channels(lively) -> None:

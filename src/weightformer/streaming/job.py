@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +109,12 @@ def _kept(
         listener(1.0)
         return read_tensors(record)[1]["value"] if out is None else out
     folder = record.with_suffix("")
-    value = run(path, out=out, workspace=folder, progress=listener)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        value = run(path, out=out, workspace=folder, progress=listener)
+    finally:
+        for empty in (*folder.glob("process-*"), folder):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
     write_whole(record, save({"value": value.cpu()} if isinstance(value, Tensor) else {}, {"image": str(path)}))
     return value
 

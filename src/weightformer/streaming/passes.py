@@ -187,7 +187,8 @@ def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> St
 
     def step(window: Tensor) -> Tensor:
         x, y = _mix(weights, window)
-        return ops.mlp(x, y, weights.fc1, weights.fc1_bias, weights.fc2.weight, weights.fc2.bias)[0]
+        fc1, fc2 = (weights.fc1, weights.fc1_bias), (weights.fc2.weight, weights.fc2.bias)
+        return ops.mlp(x, y, *fc1, *fc2, overwrite_y=True)[0]
 
     return _by_window(step, strips, top, bottom)
 

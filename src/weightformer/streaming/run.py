@@ -62,7 +62,8 @@ def stream(
         model: on any device; runs as in eval mode.
         source: one image, as `open_source` takes it. Integer pixels are scaled by their type's maximum and normalised
             by the mean and deviation of ``model.pretrained_cfg``; floating-point ones are the model's own input.
-            One band serves a model of several, and a fourth band (alpha) is dropped for a model of three.
+            One band serves a model of several; of four bands a model of three or one drops the last (alpha), and a
+            model of one takes the luma of the others.
         output: ``"logits"`` as the forward returns them, ``"pooled"`` (mean token), ``"features"`` (every final token),
             or a function from final tokens (1, n, W, C) to (1, n, W, K), such as a per-token segmentation head.
         out: a ``.npy`` or ``.zarr`` path that a dense output is written to as it comes, as (H, W, K).

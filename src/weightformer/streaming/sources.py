@@ -170,7 +170,9 @@ class PillowSource(_FileSource):
         super().__init__(path)
         try:
             with Image.open(path) as image:
-                size, turned = image.size, image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
+                # The base class's: a PNG's own would decode all pixels, as its orientation may follow them.
+                exif = Image.Image.getexif(image)
+                size, turned = image.size, exif.get(ExifTags.Base.Orientation, 1) in _TURNED
                 self.channels = 1 if image.mode in _GREY else 3
         except Image.DecompressionBombError as error:
             raise ValueError(
@@ -195,6 +197,8 @@ class PillowSource(_FileSource):
         if upright.has_transparency_data:
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright.convert("RGBA"))
+        if upright.size != (self.width, self.height):
+            raise RuntimeError("its orientation is stored behind its pixels; store it upright")
         return np.asarray(upright if upright.mode in _GREY else upright.convert("RGB"))
 
     def _check_unchanged(self) -> None:
@@ -555,8 +559,8 @@ def _paste(into: Pixels, pixels: Pixels, top: int, left: int) -> None:
     into[:, y : y + part.shape[1], x : x + part.shape[2]] = part
 
 
-def import_reader(name: str) -> Any:
-    """An optional library.
+def import_reader(name: str, extra: str = "streaming") -> Any:
+    """An optional library, which this extra brings.
 
     Raises:
         ImportError: it is not installed; the message says what to install.
@@ -564,4 +568,4 @@ def import_reader(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"this needs {name}: pip install 'weightformer[streaming]'") from error
+        raise ImportError(f"this needs {name}: pip install 'weightformer[{extra}]'") from error

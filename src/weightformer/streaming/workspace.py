@@ -198,6 +198,7 @@ class FileTokens:
         self._lock = _lock(folder / "lock")
         self._passes = dict(self._stored_passes())
         self.finished = max(self._passes, default=-1)
+        self._resumable = bool(self._passes)
         self._current = 1
         self._files = [FileRows(folder / f"tokens-{i}.bin", shape, dtype) for i in range(2)]
 
@@ -219,6 +220,7 @@ class FileTokens:
             metadata={"pass": str(number), "current": str(self._current), "run": json.dumps(self._run)},
         )
         write_whole(self._states[number % 2], state)
+        self._resumable = True
 
     def resume(self, number: int) -> dict[str, Tensor]:
         """See `Tokens`.
@@ -239,6 +241,7 @@ class FileTokens:
         """See `Tokens`."""
         for file in self._files:
             file.close()
+        finished |= not self._resumable  # a run that failed in its first pass leaves nothing to go on from
         if finished:
             for path in (*(file.path for file in self._files), *self._states):
                 path.unlink(missing_ok=True)
