@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from weightformer.streaming import find_sources, stream_files
@@ -139,7 +140,7 @@ def predict_large(
 
 
 def _list_saved(rows: Iterable[Prediction]) -> int:
-    table = Table("image", "features")
+    table = Table(Column("image", overflow="fold"), Column("features", overflow="fold"))
     failed = 0
     for row in rows:
         failed += bool(row.error)
@@ -158,7 +159,12 @@ def _launched() -> Iterator[tuple[dist.ProcessGroup | None, int]]:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
+    sent, log = logging.StreamHandler(), logging.getLogger("weightformer.streaming")
+    if dist.get_rank() == 0:  # say what crosses between the processes
+        log.addHandler(sent)
+        log.setLevel(logging.INFO)
     try:
         yield dist.group.WORLD, dist.get_rank()
     finally:
+        log.removeHandler(sent)
         dist.destroy_process_group()
