@@ -106,8 +106,8 @@ def _ours(variant: str) -> WeightFormer:
     with torch.no_grad():  # a fresh model hardly predicts: make the predicted weights matter to the parity check
         for module in model.modules():
             if isinstance(module, DynamicLinear):
-                for factor in (module.w1, module.w2, module.proj.weight):
-                    factor.mul_(10)
+                for factor in ("w1", "w2", "proj.weight"):
+                    module.get_parameter(factor).mul_(10)
     return model
 
 

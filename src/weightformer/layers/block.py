@@ -32,6 +32,9 @@ class Block(nn.Module):
         dynamic: whether the block predicts its weights.
         linear_predictor: see `DynamicLinear`.
         conv_predictor: see `DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `DynamicLinear`.
         drop_path: probability of dropping the MLP branch of an image in training.
     """
 
@@ -43,6 +46,9 @@ class Block(nn.Module):
         dynamic: bool = False,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
         drop_path: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -55,8 +61,9 @@ class Block(nn.Module):
         self.fc1: nn.Module
         if dynamic:
             self.norm1: nn.Module = nn.LayerNorm(dim, eps=1e-6, **dd)
-            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **dd)
-            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, **dd)
+            parts: dict[str, Any] = {"static_weight": static_weight, "normalize": normalize, **dd}
+            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **parts)
+            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, pool=pool, **parts)
         else:
             self.norm1 = nn.Identity()
             self.conv = DepthwiseConv2d(dim, **dd)
