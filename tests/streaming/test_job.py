@@ -60,6 +60,13 @@ def test_dense_outputs_are_named_after_their_images(model, images: dict[str, Pat
             assert result.value == tmp_path / "out" / f"{result.name}.npy"
             expected = stream(model, result.path, output="features", progress=False)
             assert (np.load(result.value)[None] == expected.numpy()).all()
+    for kwargs, message in (
+        ({"memory": "lots"}, "no size"),
+        ({"strip_rows": 0}, "strip_rows"),
+        ({"output": "x"}, "'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(stream_files(model, images, progress=False, **kwargs))
     with pytest.raises(ValueError, match="names one file for 4 images"):
         next(stream_files(model, images, output="features", out=tmp_path / "f.npy", progress=False))
 
@@ -117,11 +124,12 @@ def test_progress_is_weighted_by_pixels_and_leaves_failures_out() -> None:
     first(0.5)  # found finished when the run began
     first(1.0)
     job.image("b", 10.0)(0.0)
-    job.without(10.0)
+    job.without("b", 10.0)
     job.image("c", 30.0)(0.0)
     assert shown == [
         ("a", 30.0, 30.0, 100.0),
         ("a", 60.0, 30.0, 100.0),
         ("b", 60.0, 30.0, 100.0),
+        ("b", 60.0, 30.0, 90.0),
         ("c", 60.0, 30.0, 90.0),
     ]

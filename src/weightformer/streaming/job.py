@@ -20,7 +20,7 @@ from weightformer.models import WeightFormer
 from weightformer.streaming.errors import PeerError
 from weightformer.streaming.progress import job_bar
 from weightformer.streaming.rows import least, together
-from weightformer.streaming.run import digest, stream
+from weightformer.streaming.run import check_arguments, digest, stream
 from weightformer.streaming.sources import open_source
 from weightformer.streaming.workspace import read_tensors, write_whole
 
@@ -71,8 +71,10 @@ def stream_files(
         group: see `stream`.
 
     Raises:
-        ValueError: ``out`` would name one path for several images.
+        ValueError: the model cannot be streamed, an argument is out of range or does not fit the others, or ``out`` is
+            one path for several images.
     """
+    check_arguments(model, output, out, strip_rows, memory, group)
     paths = {name: None if out is None else Path(str(out).replace("{name}", name)) for name in images}
     if out is not None and len(set(paths.values())) < len(images):
         raise ValueError(f"{out} names one file for {len(images)} images; write {{name}} where each one's name belongs")
@@ -95,7 +97,7 @@ def stream_files(
             except _FAILURES as error:
                 result.error = _reason(error, group)
                 failed = True
-                job.without(sizes[name])
+                job.without(name, sizes[name])
             yield result
     for record in () if failed else records:
         record.unlink()

@@ -90,10 +90,11 @@ class Job:
 
         return listen
 
-    def without(self, pixels: float) -> None:
+    def without(self, name: str, pixels: float) -> None:
         """Leave out the image that was begun last: it failed, and says nothing about speed."""
         self._before -= pixels
         self._total -= pixels
+        self._show(name, self._before, self._begun, self._total)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from weightformer.streaming.rows import Rows, least, together
 from weightformer.streaming.sources import Source, open_source
 from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
 
-__all__ = ["digest", "stream"]
+__all__ = ["check_arguments", "digest", "stream"]
 
 _logger = logging.getLogger("weightformer.streaming")
 
@@ -90,7 +90,7 @@ def stream(
         WorkspaceError: tokens or results could not be written, as on a full disk.
         PeerError: another process of the group failed.
     """
-    _check_arguments(model, output, out, strip_rows, group)
+    check_arguments(model, output, out, strip_rows, memory, group)
     weight = model.patch_embed.proj.weight
     with ExitStack() as stack:
         with together(group, weight.device):
@@ -280,11 +280,20 @@ class _Run:
         return sum(map(block_work, blocks)) + (embed_work(self.model) if part.dynamic is None else 0)
 
 
-def _check_arguments(
-    model: WeightFormer, output: object, out: str | os.PathLike[str] | None, strip_rows: int, group: object
+def check_arguments(
+    model: WeightFormer,
+    output: object,
+    out: str | os.PathLike[str] | None,
+    strip_rows: int,
+    memory: int | str | None,
+    group: object,
 ) -> None:
+    """Raise ValueError for what no image can be streamed with."""
     if not isinstance(model, WeightFormer):
         raise ValueError(f"stream needs a WeightFormer, got {type(model).__name__}; unwrap it first")
+    segments(model.blocks)
+    if memory is not None:
+        as_bytes(memory)
     if strip_rows < 1:
         raise ValueError(f"strip_rows must be at least 1, got {strip_rows}")
     if not callable(output) and output not in ("logits", "pooled", "features"):
