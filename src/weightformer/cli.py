@@ -11,6 +11,7 @@ import sys
 import warnings
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weightformer.config import (
@@ -188,11 +189,13 @@ def _info(argv: list[str]) -> int:
 
 def _bench(argv: list[str]) -> int:
     """Measure speed and memory beside peers: parity first, then interleaved rounds; writes JSON and HTML."""
+    if "--stream" in argv:
+        return _bench_large([word for word in argv if word != "--stream"])
     from weightformer.bench import BenchConfig
     from weightformer.bench import main as measure
 
     if _wants_help(argv):
-        return _help("bench [--KEY VALUE ...]", _bench, BenchConfig, [])
+        return _help("bench [--stream] [--KEY VALUE ...]", _bench, BenchConfig, [_BENCH_STREAM])
     config = parse_config(BenchConfig, argv=argv)
     measure(config)
     print(f"written to {config.output}")
@@ -208,6 +211,23 @@ def _data(argv: list[str]) -> int:
     if argv[0] not in DATA:
         raise ValueError(f"no data set {argv[0]!r}; choose one of {names}")
     importlib.import_module(DATA[argv[0]]).main(argv[1:])
+    return 0
+
+
+_BENCH_STREAM: Any = (("--stream",), {"action": "store_true", "help": "large images instead: see --stream --help"})
+
+
+def _bench_large(argv: list[str]) -> int:
+    """Measure memory and time against megapixels: streamed, untiled, and DeiT; writes CSV, a log and a picture."""
+    from weightformer.bench.large import LargeConfig, measure_large, plot, show
+
+    if _wants_help(argv):
+        return _help("bench --stream [--KEY VALUE ...]", _bench_large, LargeConfig, [_BENCH_STREAM])
+    config = parse_config(LargeConfig, argv=argv)
+    show(measure_large(config))
+    table = Path(config.output) / "large_images.csv"
+    plot(table, table.with_suffix(".svg"))
+    print(f"written to {config.output}")
     return 0
 
 
