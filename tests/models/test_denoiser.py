@@ -384,6 +384,14 @@ def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
         model.float()
 
 
+def test_weights_may_be_stored_in_half_precision() -> None:
+    model, given = lively(), inputs(2)
+    expected = model(*given).sample
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    assert model.blocks[1].fc2.weight.dtype == torch.bfloat16
+    assert 1e-6 < relative_error(model(*given).sample, expected) < 5e-2
+
+
 def test_compiles_without_a_break_and_with_free_sizes() -> None:
     model = lively(depth=1, dynamic_every=1)
     torch._dynamo.reset()

@@ -144,6 +144,7 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
     _supports_gradient_checkpointing = True
     _no_split_modules = ["DenoiserBlock"]  # noqa: RUF012 - diffusers declares them so
     _repeated_blocks = ["DenoiserBlock"]  # noqa: RUF012
+    _skip_layerwise_casting_patterns = [r"conv\.proj"]  # noqa: RUF012 - what enters them is cast to their weight's dtype
 
     @register_to_config
     def __init__(
