@@ -26,10 +26,13 @@ from weightformer.config import (
 __all__ = ["VERBS", "main"]
 
 # The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
-TASKS = {"classification": "weightformer.tasks.classification"}
+TASKS = {
+    "classification": "weightformer.tasks.classification",
+    "generation": "weightformer.tasks.generation",
+}
 
 # What `weightformer data` makes, and the module whose `main(argv)` makes it.
-DATA = {"mosaic": "weightformer.streaming.mosaic"}
+DATA = {"latents": "weightformer.tasks.generation.latents", "mosaic": "weightformer.streaming.mosaic"}
 
 _CONFIG: Arguments = [
     (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),

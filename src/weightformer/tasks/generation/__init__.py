@@ -1,0 +1,6 @@
+"""Class-conditional generation: what the command line calls for ``task: generation``."""
+
+from weightformer.tasks.generation.config import GenerationConfig as Config
+from weightformer.tasks.generation.run import read_checkpoint, train
+
+__all__ = ["Config", "read_checkpoint", "train"]
