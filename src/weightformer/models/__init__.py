@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightFormer", "WeightFormerDenoiser", "create_denoiser"]
 
+# What diffusers is needed for. A saved pipeline names this module, and diffusers then wants the base class here too.
+_LAZY = ("ModelMixin", "WeightFormerDenoiser", "create_denoiser")
+
 
 def __getattr__(name: str) -> Any:
-    """The denoiser's names, imported when asked for: they need diffusers."""
-    if name not in __all__:
+    """The denoiser's names, imported when asked for."""
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(importlib.import_module("weightformer.models.denoiser"), name)

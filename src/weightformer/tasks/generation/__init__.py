@@ -1,6 +1,7 @@
 """Class-conditional generation: what the command line calls for ``task: generation``."""
 
 from weightformer.tasks.generation.config import GenerationConfig as Config
+from weightformer.tasks.generation.pipeline import WeightFormerPipeline, create_scheduler
 from weightformer.tasks.generation.run import read_checkpoint, train
 
-__all__ = ["Config", "read_checkpoint", "train"]
+__all__ = ["Config", "WeightFormerPipeline", "create_scheduler", "read_checkpoint", "train"]

@@ -16,7 +16,7 @@ class DenoiserConfig:
     """Which denoiser is trained."""
 
     name: str = "denoiser_micro"
-    """A size of ours (`weightformer.models.DENOISERS`), or ``dit``: the DiT of diffusers, initialised as its paper says."""
+    """A size of ours (`weightformer.models.DENOISERS`), or ``dit``: diffusers' DiT, initialised as its paper says."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its constructor; ``dit`` takes patch_size, hidden_size, depth and num_heads."""
     weights: str | None = None
@@ -31,7 +31,7 @@ class DenoiserConfig:
 class SamplingConfig:
     """How samples are drawn from the trained denoiser."""
 
-    scheduler: Literal["ddpm", "ddim", "dpm"] = "ddpm"
+    scheduler: Literal["ddpm", "ddim", "dpm++"] = "ddpm"
     """DDPM with the learned variance, DDIM, or DPM-Solver++ (20 to 50 steps suffice)."""
     steps: int = 250
     """Denoising steps."""

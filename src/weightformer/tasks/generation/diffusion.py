@@ -7,20 +7,14 @@ and the choice of terms are DiT's (arXiv 2212.09748).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
 from torch import Tensor, nn
 
-__all__ = ["SCHEDULE", "HybridLoss", "train_scheduler"]
+from weightformer.tasks.generation.pipeline import create_scheduler
 
-SCHEDULE = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
-"""DiT's schedule, in diffusers' words."""
-
-
-def train_scheduler() -> DDPMScheduler:
-    """The schedule as diffusers' scheduler, for a model whose variance is learned."""
-    return DDPMScheduler(**SCHEDULE, variance_type="learned_range", clip_sample=False)
+__all__ = ["HybridLoss"]
 
 
 class HybridLoss(nn.Module):
@@ -48,7 +42,8 @@ class HybridLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        beta = train_scheduler().betas.double()
+        schedule: Any = create_scheduler("ddpm")
+        beta = schedule.betas.double()
         alpha_bar = (1 - beta).cumprod(0)
         before = torch.cat((alpha_bar.new_ones(1), alpha_bar[:-1]))
         variance = beta * (1 - before) / (1 - alpha_bar)
@@ -73,7 +68,7 @@ class HybridLoss(nn.Module):
         """The loss of each sample.
 
         Args:
-            output: of the denoiser on `add_noise`'s x_t: the noise (B, C, H, W), or with learned variance (B, 2 C, H, W).
+            output: of the denoiser on `add_noise`'s x_t: the noise (B, C, H, W), with learned variance (B, 2 C, H, W).
             clean: x_0 (B, C, H, W).
             noise: what x_t was made with.
             step: t, (B,).
@@ -103,7 +98,7 @@ class HybridLoss(nn.Module):
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Of values in [-1, 1] in 256 bins, the outer two open, under a Gaussian (its CDF by the tanh formula, as in DDPM)."""
+    """Of values in [-1, 1] in 256 bins, the outer two open, under a Gaussian; its CDF by the tanh formula, as in DDPM."""
     upper, lower = (_normal_cdf((x - mean + side) * (-log_std).exp()) for side in (1 / 255, -1 / 255))
     upper = upper.masked_fill(x > 0.999, 1)
     lower = lower.masked_fill(x < -0.999, 0)

@@ -158,7 +158,7 @@ def encode_images(
         batch_size: images encoded at once; each twice.
         num_workers: processes that read images ahead.
         device: ``cuda``, ``cpu``; by default the GPU if there is one.
-        **source: ``source``, ``root``, ``on_bad_image`` and ``max_pixels`` of `weightformer.tasks.generation.DataConfig`.
+        **source: ``source``, ``root``, ``on_bad_image`` and ``max_pixels`` of the task's `DataConfig`.
 
     Raises:
         FileNotFoundError: no images there.

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
-import torch
 from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import LabelEmbedding
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
