@@ -98,7 +98,7 @@ class HybridLoss(nn.Module):
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Of values in [-1, 1] in 256 bins, the outer two open, under a Gaussian; its CDF by the tanh formula, as in DDPM."""
+    """Of values in [-1, 1] in 256 bins, the outer two open, under a Gaussian; its CDF by DDPM's tanh formula."""
     upper, lower = (_normal_cdf((x - mean + side) * (-log_std).exp()) for side in (1 / 255, -1 / 255))
     upper = upper.masked_fill(x > 0.999, 1)
     lower = lower.masked_fill(x < -0.999, 0)

@@ -18,7 +18,9 @@ from weightformer.models.denoiser import DENOISERS, create_denoiser
 from weightformer.tasks.generation.config import DenoiserConfig, GenerationConfig
 from weightformer.tasks.generation.data import Batch
 from weightformer.tasks.generation.diffusion import HybridLoss
+from weightformer.tasks.generation.latents import load_vae
 from weightformer.tasks.generation.metrics import MeanLosses
+from weightformer.tasks.generation.pipeline import WeightFormerPipeline, create_scheduler
 from weightformer.training.optim import build_optimizer
 
 __all__ = ["GenerationModule", "build_denoiser", "create_dit", "leave_labels"]
@@ -203,6 +205,26 @@ class GenerationModule(L.LightningModule):
             steps_per_epoch=self.steps_per_epoch,
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def pipeline(self) -> WeightFormerPipeline:
+        """The denoiser with the scheduler, the VAE and the class names of the configuration, ready to sample.
+
+        Raises:
+            ValueError: the VAE cannot be read, or scales latents in another way than the one that training used.
+        """
+        model: Any = self.model
+        learn_sigma = model.config.out_channels == 2 * model.config.in_channels
+        vae = None
+        if self.vae:
+            vae, name, factor = load_vae(self.vae["name"]), self.vae["name"], self.vae["scaling_factor"]
+            if vae.config.scaling_factor != factor:
+                raise ValueError(
+                    f"the VAE {name} has scaling_factor {vae.config.scaling_factor}; the latents of this run were made "
+                    f"with {factor}"
+                )
+        return WeightFormerPipeline(
+            model, create_scheduler(self.config.sampling.scheduler, learn_sigma), vae, self.class_names
+        )
 
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         clean, labels, noise, step = batch
