@@ -53,18 +53,20 @@ class ScoreConfig:
     num_samples: int = 50_000
     """Samples drawn, equally many of each class."""
     features: str = "inception"
-    """``inception`` (torchmetrics' InceptionV3, downloaded unless ``inception_weights`` is given), or a training
-    checkpoint of a classifier of ours: for images that Inception was not made for."""
+    """``inception``, or a training checkpoint of a classifier of ours: for images that Inception was not made for."""
     inception_weights: str | None = None
-    """File of the weights that torch-fidelity publishes, where there is no network."""
+    """File of the weights that torch-fidelity publishes; without one they are downloaded."""
     reference: Literal["train", "val"] = "train"
     """The split of the images that samples are compared with."""
+    num_reference: int = 50_000
+    """Images of it that are used, evenly spread over its classes."""
     reference_root: str | None = None
     """Their folder (train/<class>/<image>), where the run was trained on latents."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 2:
-            raise ValueError(f"score.num_samples must be at least 2, got {self.num_samples}")
+        for name in ("num_samples", "num_reference"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"score.{name} must be at least 2, got {getattr(self, name)}")
 
 
 @dataclass

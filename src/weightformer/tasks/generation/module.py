@@ -206,8 +206,11 @@ class GenerationModule(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def pipeline(self) -> WeightFormerPipeline:
+    def pipeline(self, with_vae: bool = True) -> WeightFormerPipeline:
         """The denoiser with the scheduler, the VAE and the class names of the configuration, ready to sample.
+
+        Args:
+            with_vae: read the VAE, where the samples are latents.
 
         Raises:
             ValueError: the VAE cannot be read, or scales latents in another way than the one that training used.
@@ -215,7 +218,7 @@ class GenerationModule(L.LightningModule):
         model: Any = self.model
         learn_sigma = model.config.out_channels == 2 * model.config.in_channels
         vae = None
-        if self.vae:
+        if self.vae and with_vae:
             vae, name, factor = load_vae(self.vae["name"]), self.vae["name"], self.vae["scaling_factor"]
             if vae.config.scaling_factor != factor:
                 raise ValueError(

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 import math
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
+import torch
+from torch import Tensor
 
 from weightformer.models.checkpoint import load_weights, read_state_dict
-from weightformer.tasks.generation.config import GenerationConfig
-from weightformer.tasks.generation.data import GenerationData
+from weightformer.tasks.generation.config import GenerationConfig, ScoreConfig
+from weightformer.tasks.generation.data import DataConfig, GenerationData
+from weightformer.tasks.generation.metrics import (
+    Features,
+    classifier_features,
+    extract,
+    inception_features,
+    score,
+    spread,
+)
 from weightformer.tasks.generation.module import GenerationModule
+from weightformer.tasks.generation.sample import (
+    build_pipeline,
+    default_device,
+    digest,
+    process_rank,
+    read_samples,
+    sample_images,
+    sample_size,
+)
 from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
 
-__all__ = ["read_checkpoint", "train"]
+__all__ = ["evaluate", "read_checkpoint", "train"]
 
 
 def train(config: GenerationConfig) -> dict[str, float]:
     """Train as configured; run again on the same output folder, it resumes where the last checkpoint stands.
 
-    Beside the checkpoints it writes ``model/``, the averaged denoiser as diffusers reads it.
+    Beside the checkpoints it writes ``pipeline/``, a folder that ``WeightFormerPipeline.from_pretrained`` reads.
 
     Returns:
         The last evaluation's ``loss``, ``mse`` and ``vb``, and its count ``samples``; without validation samples, the
@@ -54,11 +76,68 @@ def train(config: GenerationConfig) -> dict[str, float]:
         load_weights(module.model, str(last_checkpoint(folder)))
         trainer.validate(module, val_loader, verbose=False)
     if trainer.is_global_zero:
-        cast(Any, module.model).save_pretrained(folder / "model")
+        _export(module, folder / "pipeline")
     if skipped := sorted(data.skipped):
         shown = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
         warnings.warn(f"{len(skipped)} image(s) could not be read and were skipped: {shown}", stacklevel=2)
     return getattr(module, "result", {"train_loss": float(trainer.callback_metrics["train/loss"])})
+
+
+def evaluate(config: GenerationConfig, weights: str | Path, class_names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Draw samples of every class, and score them beside real images.
+
+    The samples stay in ``samples/`` beside the checkpoint's folder, with ``scores.json``: run again, or after an
+    interruption, only missing ones are drawn. Under torchrun every process draws a share and the first scores all.
+
+    Args:
+        config: ``sampling`` and ``score`` say how.
+        weights: a training checkpoint, or a weight file that fits the denoiser exactly.
+        class_names: the classes that the weights were trained for; by default those of the data.
+
+    Returns:
+        The scores of `weightformer.tasks.generation.metrics.score`, then what they were taken of; with a classifier of
+        the same classes also its ``accuracy`` on the samples and that of the worst class. Empty but on the first process.
+
+    Raises:
+        ValueError: too few reference images, or settings that do not go together.
+    """
+    rank, world = process_rank()
+    device = default_device(config.trainer.accelerator)
+    features = (
+        _features(config.score, device) if rank == 0 else None
+    )  # which fails before hours of sampling, if it does
+    pipeline = build_pipeline(config, weights, class_names).to(device)
+    sampling, num = config.sampling, config.score.num_samples
+    name = f"{digest(weights)}-{sampling.scheduler}-{sampling.steps}-guidance-{sampling.guidance:g}-seed-{config.seed}"
+    folder = Path(weights).parent.parent / "samples" / f"{name}-{num}"
+    labels = range(pipeline.num_classes)
+    sample_images(pipeline, labels, num, folder, sampling, seed=config.seed, weights=weights)
+    if world > 1:
+        _wait_for_all(rank, world)
+    if features is None:
+        return {}
+    images, drawn = read_samples(folder, num)
+    fake, logits = extract(features, images)
+    size = sample_size(folder)
+    reference, described = _reference(config, sampling.batch_size, size)
+    real, _ = extract(features, reference)
+    result: dict[str, Any] = score(real, fake, logits, seed=config.seed)
+    names = [str(n) for n in pipeline.config.class_names or ()]
+    if features.class_names == names:
+        right = logits.argmax(dim=1) == drawn
+        each = {n: float(right[drawn == i].double().mean()) for i, n in enumerate(names) if (drawn == i).any()}
+        worst = min(each, key=lambda n: each[n])
+        result |= {"accuracy": float(right.double().mean()), "accuracy_worst": each[worst], "worst_class": worst}
+        (folder / "accuracy.json").write_text(json.dumps(each, indent=1))
+    result |= {
+        "samples": num,
+        "sampled": f"{sampling.scheduler}, {sampling.steps} steps, guidance {sampling.guidance:g}",
+        "reference": f"{len(real)} images of {described}",
+        "features": f"{fake.shape[1]} of {features.description}",
+        "values": "uint8, samples rounded from [-1, 1]",
+    }
+    (folder / "scores.json").write_text(json.dumps(result, indent=1))
+    return result
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
@@ -77,3 +156,50 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
         warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=2)
     return config, [str(name) for name in class_names]
+
+
+def _features(config: ScoreConfig, device: torch.device) -> Features:
+    if config.features == "inception":
+        return inception_features(config.inception_weights, device)
+    return classifier_features(config.features, device)
+
+
+def _reference(config: GenerationConfig, batch_size: int, size: tuple[int, int]) -> tuple[Iterator[Tensor], str]:
+    """Real images as uint8 batches of the samples' size, and their description."""
+    data, split = config.data, config.score.reference
+    if data.source == "latents":
+        if not config.score.reference_root:
+            raise ValueError("a run on latents is scored beside images: give their folder as score.reference_root")
+        data = DataConfig(source="folder", root=config.score.reference_root, on_bad_image=data.on_bad_image)
+    data = dataclasses.replace(data, image_size=size[0], hflip=0.0)
+    samples = GenerationData(data, seed=config.seed).samples(split)
+    places = spread(len(samples), config.score.num_reference).tolist()
+    keys = [[(0, place) for place in places[i : i + batch_size]] for i in range(0, len(places), batch_size)]
+    loader = torch.utils.data.DataLoader(
+        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=lambda batch: batch
+    )
+
+    def batches() -> Iterator[Tensor]:
+        for batch in loader:
+            if isinstance(batch, Exception):
+                raise batch
+            yield ((batch[0] + 1) * 127.5).round().to(torch.uint8)
+
+    place = data.root or data.source
+    return batches(), f"{place} {split} (of {len(samples)}), {size[1]} x {size[0]} px"
+
+
+def _wait_for_all(rank: int, world: int) -> None:
+    """Until every process has drawn its share, however long the slowest takes."""
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=7), rank=rank, world_size=world)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _export(module: GenerationModule, folder: Path) -> None:
+    try:
+        pipeline = module.pipeline()
+    except ValueError as error:
+        warnings.warn(f"{folder} is written without its VAE: {error}", stacklevel=3)
+        pipeline = module.pipeline(with_vae=False)
+    pipeline.save_pretrained(folder)

@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from weightformer.models.checkpoint import load_weights, read_state_dict
 from weightformer.tasks.generation.config import GenerationConfig, SamplingConfig
+from weightformer.tasks.generation.data import GenerationData
 from weightformer.tasks.generation.module import GenerationModule
 from weightformer.tasks.generation.pipeline import WeightFormerPipeline
 from weightformer.training.loader import derive_seed
 
-__all__ = ["build_pipeline", "draw_grid", "parse_classes", "parse_grid", "sample", "sample_images"]
+__all__ = [
+    "build_pipeline",
+    "default_device",
+    "digest",
+    "draw_grid",
+    "parse_classes",
+    "parse_grid",
+    "process_rank",
+    "read_samples",
+    "sample",
+    "sample_images",
+    "sample_size",
+]
 
 _SETTINGS = "settings.json"
 _RECORD = "samples.csv"
 
 
-def build_pipeline(config: GenerationConfig, weights: str | Path, class_names: Sequence[str]) -> WeightFormerPipeline:
-    """The pipeline of a training checkpoint, with its averaged weights and the scheduler that ``config`` asks for.
+def build_pipeline(
+    config: GenerationConfig, weights: str | Path, class_names: Sequence[str] | None = None
+) -> WeightFormerPipeline:
+    """The pipeline of some weights, averaged ones where there are any, with the scheduler that ``config`` asks for.
 
     Args:
         config: names the denoiser and how to sample.
-        weights: a training checkpoint.
-        class_names: in the order of the labels.
+        weights: a training checkpoint, or a weight file that fits the denoiser exactly.
+        class_names: in the order of the labels; by default those of the data.
 
     Raises:
         ValueError: the weights do not fit, or the VAE is not the one that the latents were made with.
     """
-    samples = read_state_dict(weights)["hyper_parameters"]["samples"]
-    module = GenerationModule(without_start_weights(config), class_names, **samples)
-    load_weights(module.model, weights)
+    content = read_state_dict(weights)
+    samples = (content.get("hyper_parameters") or {}).get("samples")
+    if class_names is None or samples is None:  # a weight file: what it is for lies with the data
+        data = GenerationData(config.data, seed=config.seed, class_names=class_names)
+        class_names, samples = data.class_names, {"channels": data.channels, "size": data.size, "vae": data.vae}
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
+    module = GenerationModule(config, class_names, **samples)
+    load_weights(module.model, content)
     return module.pipeline()
 
 
@@ -67,7 +90,7 @@ def sample(
     Returns:
         The folder.
     """
-    pipeline = build_pipeline(config, weights, class_names)
+    pipeline = build_pipeline(config, weights, class_names).to(default_device(config.trainer.accelerator))
     labels = parse_classes(classes, pipeline)
     rows, columns = parse_grid(grid) if grid else (min(len(labels), 16), 8)
     folder = Path(save) if save else Path(weights).parent.parent / "samples"
@@ -206,11 +229,31 @@ def draw_grid(folder: str | Path, num: int, rows: int, columns: int) -> Image.Im
     return picture
 
 
-def without_start_weights(config: GenerationConfig) -> GenerationConfig:
-    """The configuration without what the denoiser was first initialised from: it is about to be overwritten."""
-    from dataclasses import replace
+def read_samples(folder: str | Path, num: int, batch_size: int = 256) -> tuple[Iterator[Tensor], Tensor]:
+    """The images of a folder as uint8 batches (B, C, height, width), and their labels (N,)."""
+    folder = Path(folder)
+    with (folder / _RECORD).open(newline="", encoding="utf-8") as file:
+        labels = torch.tensor([int(row["label"]) for row in csv.DictReader(file)])
 
-    return replace(config, model=replace(config.model, weights=None))
+    def batches() -> Iterator[Tensor]:
+        for start in range(0, num, batch_size):
+            paths = [_image(folder, i) for i in range(start, min(start + batch_size, num))]
+            yield torch.stack([pil_to_tensor(Image.open(path)) for path in paths])
+
+    return batches(), labels
+
+
+def sample_size(folder: str | Path) -> tuple[int, int]:
+    """Height and width of a folder's images."""
+    width, height = Image.open(_image(Path(folder), 0)).size
+    return height, width
+
+
+def default_device(accelerator: str) -> torch.device:
+    """Where to sample: this process's GPU if there is one, unless the configuration says ``cpu``."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def process_rank() -> tuple[int, int]:
