@@ -160,9 +160,9 @@ def _sample(argv: list[str]) -> int:
 def _info(argv: list[str]) -> int:
     """Print what a model costs: parameters, multiply-adds and dynamic blocks at any resolution."""
     parser = PlainParser(prog="weightformer info", description=_info.__doc__)
-    parser.add_argument("model", help="a timm model name, ours included")
+    parser.add_argument("model", help="a timm model name, ours included, or a denoiser (denoiser_s_2)")
     parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
-    parser.add_argument("--in_chans", type=int, default=3, help="channels of the image")
+    parser.add_argument("--in_chans", type=int, help="channels of the image (default 3) or latent (default: its own)")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="constructor arguments as JSON")
     args = parser.parse_args(argv)
     from weightformer.analysis.info import describe

@@ -23,6 +23,6 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module("weightformer.models.denoiser"), name)
     except ModuleNotFoundError as error:
-        if error.name != "diffusers":
+        if (error.name or "").partition(".")[0] != "diffusers":
             raise
         raise ImportError('the denoiser needs diffusers; run: pip install "weightformer[generation]"') from error

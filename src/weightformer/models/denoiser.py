@@ -159,6 +159,8 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
             raise ValueError(f"dynamic_every must be 0 (all static) or more, got {dynamic_every}")
         if depth < 1 or num_classes < 1:
             raise ValueError(f"depth and num_classes must be at least 1, got {depth} and {num_classes}")
+        if hidden_size % 4:
+            raise ValueError(f"hidden_size must be a multiple of 4, got {hidden_size}")
         if not 0 <= class_dropout_prob <= 1:
             raise ValueError(f"class_dropout_prob must be between 0 and 1, got {class_dropout_prob}")
         predicted = in_channels * (2 if learn_sigma else 1)

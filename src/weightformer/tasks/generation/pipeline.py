@@ -10,15 +10,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, DPMSolverMultistepScheduler, ImagePipelineOutput
-from diffusers.models import AutoencoderKL
+from diffusers.models import AutoencoderKL, DiTTransformer2DModel
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from diffusers.utils.torch_utils import randn_tensor
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightformer.models.denoiser import WeightFormerDenoiser
 
@@ -52,7 +53,7 @@ def create_scheduler(name: str, learn_sigma: bool = True, **kwargs: Any) -> Sche
         raise ValueError(f"unknown scheduler {name!r}; choose one of {', '.join(SCHEDULERS)}")
     scheduler, settings = SCHEDULERS[name]
     if name == "ddpm":
-        settings = settings | {"variance_type": "learned_range" if learn_sigma else "fixed_small"}
+        settings = settings | {"variance_type": "learned_range" if learn_sigma else "fixed_large"}
     return scheduler(
         **({"num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"} | settings)
         | kwargs
@@ -79,7 +80,7 @@ class WeightFormerPipeline(DiffusionPipeline):
     """Images of named classes.
 
     Args:
-        transformer: the denoiser.
+        transformer: the denoiser; diffusers' DiT does too.
         scheduler: of `create_scheduler`, or any of diffusers' that samples from a noise prediction.
         vae: decodes latents; without one, the denoiser works on pixels from -1 to 1.
         class_names: one a class, saved with the pipeline; commas may separate synonyms.
@@ -93,16 +94,22 @@ class WeightFormerPipeline(DiffusionPipeline):
 
     def __init__(
         self,
-        transformer: WeightFormerDenoiser,
+        transformer: WeightFormerDenoiser | DiTTransformer2DModel,
         scheduler: SchedulerMixin,
         vae: AutoencoderKL | None = None,
         class_names: list[str] | None = None,
     ) -> None:
         super().__init__()
-        if class_names is not None and len(class_names) != transformer.config.num_classes:
-            raise ValueError(f"{len(class_names)} class names for {transformer.config.num_classes} classes")
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+        if class_names is not None and len(class_names) != self.num_classes:
+            raise ValueError(f"{len(class_names)} class names for {self.num_classes} classes")
         self.register_to_config(class_names=class_names)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of the model, and the number of its null class."""
+        config = self.transformer.config
+        return config.get("num_classes") or config.num_embeds_ada_norm
 
     @property
     def labels(self) -> dict[str, list[int]]:
@@ -123,11 +130,13 @@ class WeightFormerPipeline(DiffusionPipeline):
             ValueError: an unknown or ambiguous name, or a number out of range.
         """
         several = [label] if isinstance(label, (str, int)) else label
+        if not len(several):
+            raise ValueError("no class given")
         labels = self.labels
         return [self._label_id(item, labels) for item in several]
 
     def _label_id(self, label: str | int, labels: dict[str, list[int]]) -> int:
-        count = self.transformer.config.num_classes
+        count = self.num_classes
         if not isinstance(label, str):
             if not 0 <= (number := operator.index(label)) < count:
                 raise ValueError(f"class {number} is out of range; this model has classes 0 to {count - 1}")
@@ -187,16 +196,17 @@ class WeightFormerPipeline(DiffusionPipeline):
         scheduler.set_timesteps(num_inference_steps, device=device)
         shape = (len(labels), config.in_channels, *self._latent_size(height, width))
         latents = randn_tensor(shape, generator=generators, device=device) * scheduler.init_noise_sigma
-        classes = torch.tensor(labels + [config.num_classes] * len(labels) if guided else labels, device=device)
-        for t in self.progress_bar(scheduler.timesteps):
-            inputs = scheduler.scale_model_input(latents, t)
-            inputs = (torch.cat((inputs, inputs)) if guided else inputs).to(self.transformer.dtype)
-            output = self.transformer(inputs, t, classes, return_dict=False)[0].float()
-            if guided:
-                output = guide(output, guidance_scale, GUIDED_CHANNELS[guidance_channels] or config.in_channels)
-            if not _uses_variance(scheduler):
-                output = output[:, : config.in_channels]
-            latents = scheduler.step(output, t, latents, **step_options, return_dict=False)[0]
+        classes = torch.tensor(labels + [self.num_classes] * len(labels) if guided else labels, device=device)
+        with _evaluating(self.transformer):
+            for t in self.progress_bar(scheduler.timesteps):
+                inputs = scheduler.scale_model_input(latents, t)
+                inputs = (torch.cat((inputs, inputs)) if guided else inputs).to(self.transformer.dtype)
+                output = self.transformer(inputs, t.expand(len(inputs)), classes, return_dict=False)[0].float()
+                if guided:
+                    output = guide(output, guidance_scale, GUIDED_CHANNELS[guidance_channels] or config.in_channels)
+                if not _uses_variance(scheduler):
+                    output = output[:, : config.in_channels]
+                latents = scheduler.step(output, t, latents, **step_options, return_dict=False)[0]
 
         images = latents if output_type == "latent" else self._decode(latents, output_type)
         self.maybe_free_model_hooks()
@@ -210,7 +220,7 @@ class WeightFormerPipeline(DiffusionPipeline):
             )
         if output_type not in _OUTPUTS:
             raise ValueError(f"output_type must be one of {', '.join(_OUTPUTS)}, got {output_type!r}")
-        if guided and config.class_dropout_prob == 0:
+        if guided and config.get("class_dropout_prob") == 0:
             raise ValueError(
                 "this model was trained with class_dropout_prob=0, so it has no null class to guide with; "
                 "use guidance_scale=1"
@@ -223,7 +233,7 @@ class WeightFormerPipeline(DiffusionPipeline):
             raise ValueError(
                 f"{type(self.scheduler).__name__} does not sample from predicted noise; use create_scheduler"
             )
-        if _uses_variance(self.scheduler) and not config.learn_sigma:
+        if _uses_variance(self.scheduler) and config.out_channels != 2 * config.in_channels:
             raise ValueError(
                 "the scheduler expects the variance, which this model does not predict; use create_scheduler"
             )
@@ -247,13 +257,24 @@ class WeightFormerPipeline(DiffusionPipeline):
     def _decode(self, latents: Tensor, output_type: str) -> Any:
         if self.vae is not None:
             config = self.vae.config
-            latents = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
+            latents = latents / config.scaling_factor + (config.get("shift_factor") or 0)
             latents = self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0].float()
         images = (latents / 2 + 0.5).clamp(0, 1)
         if output_type == "pt":
             return images
         array = images.permute(0, 2, 3, 1).cpu().numpy()
         return self.numpy_to_pil(array) if output_type == "pil" else array
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode: one in training would replace some classes by the null class."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _uses_variance(scheduler: SchedulerMixin) -> bool:
