@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weightformer import ops
 from weightformer.layers.depthwise import DepthwiseConv2d, DynamicDepthwiseConv2d
 from weightformer.layers.dynamic_linear import DynamicLinear
-from weightformer.ops.dispatch import capturing
+from weightformer.ops.dispatch import exporting
 
 __all__ = ["Block", "untouched"]
 
@@ -32,6 +32,9 @@ class Block(nn.Module):
         dynamic: whether the block predicts its weights.
         linear_predictor: see `DynamicLinear`.
         conv_predictor: see `DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `DynamicLinear`.
         drop_path: probability of dropping the MLP branch of an image in training.
     """
 
@@ -43,6 +46,9 @@ class Block(nn.Module):
         dynamic: bool = False,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
         drop_path: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -55,8 +61,9 @@ class Block(nn.Module):
         self.fc1: nn.Module
         if dynamic:
             self.norm1: nn.Module = nn.LayerNorm(dim, eps=1e-6, **dd)
-            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **dd)
-            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, **dd)
+            parts: dict[str, Any] = {"static_weight": static_weight, "normalize": normalize, **dd}
+            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **parts)
+            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, pool=pool, **parts)
         else:
             self.norm1 = nn.Identity()
             self.conv = DepthwiseConv2d(dim, **dd)
@@ -90,15 +97,15 @@ class Block(nn.Module):
         weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
         dropping = self.training and not isinstance(self.drop_path, nn.Identity)
         gate = self.drop_path(x.new_ones(len(x), 1, 1, 1)) if dropping else None
-        return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate)
+        return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate, overwrite_y=True)
 
 
 def untouched(parts: Mapping[nn.Module, type[nn.Module]]) -> bool:
     """Whether an op may read the parameters of these modules, each of the class given, instead of calling them.
 
-    Not in a captured graph, nor where someone hooked, replaced, parametrised or off-loaded a module.
+    Not in a graph captured to be exported, nor where someone hooked, replaced, parametrised or off-loaded a module.
     """
-    return not capturing() and all(
+    return not exporting() and all(
         type(module) is kind
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and "forward" not in vars(module)
