@@ -141,7 +141,7 @@ def _sample(argv: list[str]) -> int:
         (("--guidance",), {"type": float, "help": "scale of classifier-free guidance; 1 is none"}),
         (("--save",), {"metavar": "FOLDER", "help": "where to write; samples/ beside the checkpoint's folder"}),
     ]
-    task = importlib.import_module(TASKS["generation"])
+    task, _, _ = _recipe(["--task", "generation"])
     if _wants_help(argv):
         return _help("sample CHECKPOINT [--classes NAMES] [--KEY VALUE ...]", _sample, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
@@ -234,7 +234,8 @@ def _recipe(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], str]:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("weightformer"):
             raise
-        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[train]'") from error
+        extra = "train" if name == "classification" else name
+        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[{extra}]'") from error
 
 
 def _quiet() -> None:

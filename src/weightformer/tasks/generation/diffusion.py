@@ -90,7 +90,7 @@ class HybridLoss(nn.Module):
         weight = _at(self.posterior_clean, step)
         mean = weight * guess + _at(self.posterior_noisy, step) * noisy
         true_log = _at(self.posterior_log_variance, step)
-        log = torch.lerp(true_log, _at(self.log_beta, step), (variance + 1) / 2)
+        log = true_log + (variance + 1) / 2 * (_at(self.log_beta, step) - true_log)
         gap = weight * (clean - guess)
         divergence = 0.5 * (log - true_log - 1 + (true_log - log).exp() + gap.square() * (-log).exp())
         nats = torch.where(step.view(-1, 1, 1, 1) == 0, -_log_likelihood(clean, mean, log / 2), divergence)

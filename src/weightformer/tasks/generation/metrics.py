@@ -92,9 +92,10 @@ def inception_features(weights: str | Path | None = None, device: str | torch.de
     except ModuleNotFoundError as error:
         raise ImportError('Inception comes with torch-fidelity: pip install "weightformer[generation]"') from error
     except (OSError, RuntimeError) as error:
+        tried, reason = "read" if path else "downloaded", " ".join(str(error).split())[:200]
         raise ValueError(
-            f"Inception's weights could not be {'read' if path else 'downloaded'} ({' '.join(str(error).split())[:200]});"
-            " give their file as score.inception_weights, or score with a classifier: score.features CHECKPOINT"
+            f"Inception's weights could not be {tried} ({reason}); give their file as score.inception_weights, or "
+            "score with a classifier: score.features CHECKPOINT"
         ) from error
     inception.to(device)
 
@@ -172,12 +173,14 @@ def score(real: Tensor, fake: Tensor, logits: Tensor, *, seed: int) -> dict[str,
             stacklevel=2,
         )
     given = _Given(dim)
-    fid = FrechetInceptionDistance(feature=given)
-    kid = KernelInceptionDistance(feature=given, subset_size=min(1000, count))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save all extracted features in buffer")
+        fid = FrechetInceptionDistance(feature=given)
+        kid = KernelInceptionDistance(feature=given, subset_size=min(1000, count))
+        inception = InceptionScore(feature=_Given(logits.shape[1]), splits=min(10, len(logits)))
     for metric in (fid, kid):
         metric.update(real, real=True)
         metric.update(fake, real=False)
-    inception = InceptionScore(feature=_Given(logits.shape[1]), splits=min(10, len(logits)))
     inception.update(logits)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -38,7 +38,9 @@ from weightformer.tasks.generation.sample import (
 )
 from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
 
-__all__ = ["evaluate", "read_checkpoint", "train"]
+__all__ = ["PREDICT_ARGUMENTS", "evaluate", "predict", "read_checkpoint", "train"]
+
+PREDICT_ARGUMENTS: list[Any] = []
 
 
 def train(config: GenerationConfig) -> dict[str, float]:
@@ -95,8 +97,9 @@ def evaluate(config: GenerationConfig, weights: str | Path, class_names: Sequenc
         class_names: the classes that the weights were trained for; by default those of the data.
 
     Returns:
-        The scores of `weightformer.tasks.generation.metrics.score`, then what they were taken of; with a classifier of
-        the same classes also its ``accuracy`` on the samples and that of the worst class. Empty but on the first process.
+        The scores of `weightformer.tasks.generation.metrics.score` and what they were taken of; with a classifier of
+        the same classes also its ``accuracy`` on the samples and that of the worst class. Nothing on other processes
+        than the first.
 
     Raises:
         ValueError: too few reference images, or settings that do not go together.
@@ -138,6 +141,15 @@ def evaluate(config: GenerationConfig, weights: str | Path, class_names: Sequenc
     }
     (folder / "scores.json").write_text(json.dumps(result, indent=1))
     return result
+
+
+def predict(*_: Any, **__: Any) -> int:
+    """There is nothing to predict.
+
+    Raises:
+        ValueError: always; it names the verb that draws images.
+    """
+    raise ValueError("a generator predicts nothing of images; draw some with: weightformer sample CHECKPOINT")
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
