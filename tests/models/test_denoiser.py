@@ -417,6 +417,34 @@ def test_a_released_training_checkpoint_gives_its_averaged_weights(
     assert all(torch.equal(v, denoiser.state_dict()[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model.", "ema.module.", "model.ema."]
+)
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "ema"])
+def test_wrappers_and_prefixes(denoiser: nn.Module, prefix: str, wrapper: str | None) -> None:
+    content: dict[str, Any] = {prefix + k: v for k, v in denoiser.state_dict().items()}
+    model = load_weights(WeightFormerDenoiser(**denoiser.config), {wrapper: content} if wrapper else content)
+    assert all(torch.equal(v, denoiser.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_a_weight_file_runs_no_code(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    create_denoiser("denoiser_micro").save_pretrained(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
+    torch.save({"x": Payload(marker)}, tmp_path / "diffusion_pytorch_model.bin")
+    with pytest.raises(OSError, match="Unable to load weights"):
+        WeightFormerDenoiser.from_pretrained(tmp_path)
+    assert not marker.exists()
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
 
