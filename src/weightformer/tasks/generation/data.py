@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from weightformer.tasks.classification.data import DataConfig as ImageConfig
 from weightformer.tasks.classification.data import ImageData
+from weightformer.tasks.classification.datasets import ArrayDataset, FileDataset
 from weightformer.tasks.classification.sources import split_folders
 from weightformer.tasks.generation.latents import LatentDataset, LatentFolder
 from weightformer.training.loader import EpochSampler, Key, ResumableLoader, derive_seed
@@ -123,6 +125,13 @@ class GenerationData:
             return self.images.dataset(split)
         assert self.latents
         return LatentDataset(self.latents, split, hflip=self.config.hflip if split == "train" else 0.0, seed=self.seed)
+
+    def real_images(self, split: Literal["train", "val"]) -> ArrayDataset | FileDataset:
+        """The images of a split as evaluation reads them: neither flipped nor, where one is skipped, replaced."""
+        assert self.images
+        images = copy.copy(self.images.dataset(split))
+        images.augmentation = None
+        return images
 
     def train_loader(self) -> ResumableLoader:
         """Shuffled batches, as many on every rank; the last, smaller one is left out unless it is the only one."""

@@ -174,7 +174,7 @@ def encode_images(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     encoder = load_vae(vae).to(device)
     data = GenerationData(DataConfig(image_size=image_size, **source), seed=0, channels=encoder.config.in_channels)
-    splits = {split: data.samples(split) for split in ("train", "val") if split == "train" or data.has_val}
+    splits = {split: data.real_images(split) for split in ("train", "val") if split == "train" or data.has_val}
     with torch.inference_mode():
         probe = encoder.encode(torch.zeros(1, encoder.config.in_channels, image_size, image_size, device=device))
     record = {
@@ -189,7 +189,7 @@ def encode_images(
         "images": {split: len(samples) for split, samples in splits.items()},
         "source": {split: _fingerprint(samples) for split, samples in splits.items()},
     }
-    folder = _claim(Path(output), record, write=rank == 0)
+    folder = _claim(Path(output), record)
     work = [(split, start) for split, images in splits.items() for start in range(0, len(images), _SHARD)][rank::world]
     left = [(split, start) for split, start in work if not folder.shard(split, start).is_file()]
     for split, start in track(left, f"encoding on {device}", console=Console(stderr=True), disable=rank > 0):
@@ -261,7 +261,7 @@ def _write_shard(
         os.replace(temporary, target)
 
 
-def _claim(folder: Path, record: dict[str, Any], *, write: bool) -> LatentFolder:
+def _claim(folder: Path, record: dict[str, Any]) -> LatentFolder:
     """The folder, with its record written; it may hold an earlier part of the same work, and nothing else."""
     path = folder / _RECORD
     if path.is_file():
@@ -270,14 +270,12 @@ def _claim(folder: Path, record: dict[str, Any], *, write: bool) -> LatentFolder
             raise ValueError(
                 f"{folder} holds latents of other images or settings ({', '.join(differing)}); choose another"
             )
-    elif write:
+    else:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{_RECORD}")
+        temporary = folder / f".{os.getpid()}.json"
         temporary.write_text(json.dumps(record, indent=1))
         os.replace(temporary, path)
-    opened = LatentFolder.__new__(LatentFolder)
-    opened.path = folder
-    return opened
+    return LatentFolder(folder)
 
 
 def _labels(shard: Path) -> Path:

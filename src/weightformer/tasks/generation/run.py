@@ -183,12 +183,12 @@ def _reference(config: GenerationConfig, batch_size: int, size: tuple[int, int])
         if not config.score.reference_root:
             raise ValueError("a run on latents is scored beside images: give their folder as score.reference_root")
         data = DataConfig(source="folder", root=config.score.reference_root, on_bad_image=data.on_bad_image)
-    data = dataclasses.replace(data, image_size=size[0], hflip=0.0)
-    samples = GenerationData(data, seed=config.seed).samples(split)
+    data = dataclasses.replace(data, image_size=size[0])
+    samples = GenerationData(data, seed=config.seed).real_images(split)
     places = spread(len(samples), config.score.num_reference).tolist()
     keys = [[(0, place) for place in places[i : i + batch_size]] for i in range(0, len(places), batch_size)]
     loader = torch.utils.data.DataLoader(
-        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=lambda batch: batch
+        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=_finished
     )
 
     def batches() -> Iterator[Tensor]:
@@ -215,3 +215,8 @@ def _export(module: GenerationModule, folder: Path) -> None:
         warnings.warn(f"{folder} is written without its VAE: {error}", stacklevel=3)
         pipeline = module.pipeline(with_vae=False)
     pipeline.save_pretrained(folder)
+
+
+def _finished(batch: Any) -> Any:
+    """The datasets collate their batches themselves."""
+    return batch
