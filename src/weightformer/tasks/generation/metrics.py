@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from weightformer.config import parse_config
-from weightformer.models.checkpoint import load_weights
+from weightformer.models.checkpoint import load_weights, read_state_dict
 from weightformer.tasks import classification
 from weightformer.tasks.classification.module import ClassificationModule
 from weightformer.tasks.classification.run import normalization, without_start_weights
@@ -24,6 +24,7 @@ __all__ = [
     "MeanLosses",
     "classifier_features",
     "extract",
+    "frechet_distance",
     "inception_features",
     "precision_recall",
     "score",
@@ -80,13 +81,14 @@ def inception_features(weights: str | Path | None = None, device: str | torch.de
 
     Raises:
         ImportError: torch-fidelity is missing.
-        ValueError: the weights can be neither read nor downloaded.
+        FileNotFoundError: no such file.
+        ValueError: the weights can be neither read safely nor downloaded.
     """
     from torchmetrics.image.fid import NoTrainInceptionV3
 
     path = str(weights) if weights else None
-    if path and not Path(path).is_file():
-        raise ValueError(f"score.inception_weights: no file {path}")
+    if path:
+        read_state_dict(path)  # torch-fidelity would run code from a file that holds some; this refuses it
     try:
         inception: Any = NoTrainInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"], path, antialias=False)
     except ModuleNotFoundError as error:
@@ -161,9 +163,36 @@ def score(real: Tensor, fake: Tensor, logits: Tensor, *, seed: int) -> dict[str,
     Returns:
         ``fid``, ``kid``, ``kid_std``, ``inception_score``, ``inception_score_std``, ``precision``, ``recall``.
     """
-    from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.inception import InceptionScore
     from torchmetrics.image.kid import KernelInceptionDistance
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save all extracted features in buffer")
+        subset = min(1000, len(real), len(fake))
+        kid = KernelInceptionDistance(feature=_Given(fake.shape[1]), subset_size=subset)
+        inception = InceptionScore(feature=_Given(logits.shape[1]), splits=min(10, len(logits)))
+    kid.update(real, real=True)
+    kid.update(fake, real=False)
+    inception.update(logits)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kid_mean, kid_std = kid.compute()
+        is_mean, is_std = inception.compute()
+    precision, recall = precision_recall(real, fake)
+    return {
+        "fid": frechet_distance(real, fake),
+        "kid": float(kid_mean),
+        "kid_std": float(kid_std),
+        "inception_score": float(is_mean),
+        "inception_score_std": float(is_std),
+        "precision": precision,
+        "recall": recall,
+    }
+
+
+def frechet_distance(real: Tensor, fake: Tensor) -> float:
+    """FID: the distance between the Gaussians of two sets of features, (M, D) and (N, D). Fewer than D are warned of."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
 
     count, dim = min(len(real), len(fake)), fake.shape[1]
     if count < dim:
@@ -172,30 +201,10 @@ def score(real: Tensor, fake: Tensor, logits: Tensor, *, seed: int) -> dict[str,
             "but numbers from as many",
             stacklevel=2,
         )
-    given = _Given(dim)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*save all extracted features in buffer")
-        fid = FrechetInceptionDistance(feature=given)
-        kid = KernelInceptionDistance(feature=given, subset_size=min(1000, count))
-        inception = InceptionScore(feature=_Given(logits.shape[1]), splits=min(10, len(logits)))
-    for metric in (fid, kid):
-        metric.update(real, real=True)
-        metric.update(fake, real=False)
-    inception.update(logits)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        kid_mean, kid_std = kid.compute()
-        is_mean, is_std = inception.compute()
-    precision, recall = precision_recall(real, fake)
-    return {
-        "fid": float(fid.compute()),
-        "kid": float(kid_mean),
-        "kid_std": float(kid_std),
-        "inception_score": float(is_mean),
-        "inception_score_std": float(is_std),
-        "precision": precision,
-        "recall": recall,
-    }
+    fid = FrechetInceptionDistance(feature=_Given(dim))
+    fid.update(real.double(), real=True)
+    fid.update(fake.double(), real=False)
+    return float(fid.compute())
 
 
 def precision_recall(real: Tensor, fake: Tensor, *, neighbours: int = 3, limit: int = 10_000) -> tuple[float, float]:

@@ -50,7 +50,7 @@ def train(config: GenerationConfig) -> dict[str, float]:
 
     Returns:
         The last evaluation's ``loss``, ``mse`` and ``vb``, and its count ``samples``; without validation samples, the
-        training loss.
+        last epoch's ``train_loss``.
 
     Raises:
         ValueError: the output folder holds another run, or the data do not fit the configuration.
@@ -82,7 +82,10 @@ def train(config: GenerationConfig) -> dict[str, float]:
     if skipped := sorted(data.skipped):
         shown = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
         warnings.warn(f"{len(skipped)} image(s) could not be read and were skipped: {shown}", stacklevel=2)
-    return getattr(module, "result", {"train_loss": float(trainer.callback_metrics["train/loss"])})
+    if val_loader:
+        return module.result
+    last = trainer.callback_metrics.get("train/loss")  # none where the run was complete already
+    return {} if last is None else {"train_loss": float(last)}
 
 
 def evaluate(config: GenerationConfig, weights: str | Path, class_names: Sequence[str] | None = None) -> dict[str, Any]:
