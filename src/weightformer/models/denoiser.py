@@ -177,6 +177,8 @@ class ConditionalDenoiser(ModelMixin, ConfigMixin):
             )
         self.register_to_config(out_channels=predicted)
         self.gradient_checkpointing = False
+        self.label_dropout = class_dropout_prob
+        """Share of labels dropped in training; 0 where the caller drops them itself."""
         height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
         self.grid = (-(-height // patch_size), -(-width // patch_size))
 
@@ -271,8 +273,8 @@ class ConditionalDenoiser(ModelMixin, ConfigMixin):
                 f"class labels {labels.tolist()} are not all between 0 and {rows - 1}"
                 + (f" ({null} is the null class)" if rows > null else "; this model has no null class")
             )
-        if self.training and self.config.class_dropout_prob > 0:
-            dropped = torch.rand(len(labels), device=labels.device) < self.config.class_dropout_prob
+        if self.training and self.label_dropout > 0:
+            dropped = torch.rand(len(labels), device=labels.device) < self.label_dropout
             labels = labels.masked_fill(dropped, null)
         return self.label_embed(labels).expand(batch, -1)
 
