@@ -115,16 +115,25 @@ def _predict(argv: list[str]) -> int:
         (("images",), {"nargs": "+", "help": "image files, or folders to search for them"}),
         (("--save",), {"metavar": "FILE", "help": "write to this .csv or .json file instead of the terminal"}),
         (("--top_k",), {"type": int, "default": 5, "help": "classes to report for an image"}),
+        *_LARGE,
     ]
     task, _, _ = _recipe(argv)
     if _wants_help(argv):
         return _help("predict WEIGHTS IMAGE ... [--save FILE] [--KEY VALUE ...]", _predict, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
+    large = _large_options(task, args)
     content, class_names = task.read_checkpoint(args.weights)
     config = parse_config(task.Config, content, argv, args.weights, arguments)
-    failed = task.predict(config, args.weights, class_names, args.images, top_k=args.top_k, save=args.save)
-    if failed:
-        print(f"{failed} image(s) could not be read; they are named in the result", file=sys.stderr)
+    given = (config, args.weights, class_names, args.images)
+    if args.engine == "ray":
+        failed = task.predict_on_cluster(*given, args.save, address=args.address, large=large, top_k=args.top_k)
+        print(f"written to {args.save}")
+    elif large is not None:
+        failed = task.predict_large(*given, large)
+    else:
+        failed = task.predict(*given, top_k=args.top_k, save=args.save)
+    if failed and _is_first_process():
+        print(f"{failed} image(s) failed; they are named in the result", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -155,6 +164,44 @@ def _sample(argv: list[str]) -> int:
     if _is_first_process():
         print(f"written to {folder}")
     return 0
+
+
+_STREAM = {
+    "result": (str, "NAME", "classes (default), logits, pooled (the mean token) or features (every token)"),
+    "strip_rows": (int, "N", "token rows computed together; fewer take less memory (default 16)"),
+    "memory": (str, "SIZE", "tokens beyond so many bytes, such as 2GiB, go to disk (default: half of the memory)"),
+    "workspace": (str, "FOLDER", "keep tokens and finished results here: the same command resumes after a kill"),
+}
+_LARGE: Arguments = [
+    (("--stream",), {"action": "store_true", "help": "each image whole, at its own resolution, in bounded memory"}),
+    *(
+        ((f"--{name}",), {"type": kind, "metavar": metavar, "help": f"with --stream: {text}"})
+        for name, (kind, metavar, text) in _STREAM.items()
+    ),
+    (("--tiles",), {"action": "store_true", "help": "with --stream: a folder given is one image, cut into tiles"}),
+    (
+        ("--engine",),
+        {"choices": ["local", "ray"], "default": "local", "help": "ray: Parquet files in the folder --save"},
+    ),
+    (("--address",), {"metavar": "HOST", "help": "with --engine ray: a running cluster; by default this machine's"}),
+]
+
+
+def _large_options(task: Any, args: Any) -> Any:
+    """How to stream; ``None`` without ``--stream``."""
+    given = {name: getattr(args, name) for name in _STREAM if getattr(args, name) is not None}
+    given |= {"tiles": True} if args.tiles else {}
+    if args.address and args.engine != "ray":
+        raise ValueError("--address is for --engine ray")
+    if args.engine == "ray" and not (args.save and hasattr(task, "predict_on_cluster")):
+        raise ValueError("--engine ray classifies images and writes Parquet files: give their folder with --save")
+    if not args.stream:
+        if given:
+            raise ValueError(f"--{next(iter(given))} is for large images: add --stream")
+        return None
+    if not hasattr(task, "LargeOptions"):
+        raise ValueError("this task cannot stream yet; leave out --stream")
+    return task.LargeOptions(**given, top_k=args.top_k, save=args.save)
 
 
 def _info(argv: list[str]) -> int:
