@@ -27,10 +27,13 @@ from weightformer.config import (
 __all__ = ["VERBS", "main"]
 
 # The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
-TASKS = {"classification": "weightformer.tasks.classification"}
+TASKS = {
+    "classification": "weightformer.tasks.classification",
+    "generation": "weightformer.tasks.generation",
+}
 
 # What `weightformer data` makes, and the module whose `main(argv)` makes it.
-DATA = {"mosaic": "weightformer.streaming.mosaic"}
+DATA = {"latents": "weightformer.tasks.generation.latents", "mosaic": "weightformer.streaming.mosaic"}
 
 _CONFIG: Arguments = [
     (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),
@@ -133,6 +136,35 @@ def _predict(argv: list[str]) -> int:
     if failed and _is_first_process():
         print(f"{failed} image(s) failed; they are named in the result", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _sample(argv: list[str]) -> int:
+    """Draw images of chosen classes from a trained generator: PNG files and a labelled grid."""
+    arguments: Arguments = [
+        (("weights",), {"help": "a training checkpoint (.ckpt) of a generator"}),
+        (("--classes",), {"default": "", "metavar": "NAMES", "help": "names or numbers, separated by commas; all"}),
+        (
+            ("--grid",),
+            {"default": "", "metavar": "ROWSxCOLUMNS", "help": "of the picture of all; a row for each class"},
+        ),
+        (("--num",), {"type": int, "default": 0, "help": "images to draw; as many as the grid shows"}),
+        (("--guidance",), {"type": float, "help": "scale of classifier-free guidance; 1 is none"}),
+        (("--save",), {"metavar": "FOLDER", "help": "where to write; samples/ beside the checkpoint's folder"}),
+    ]
+    task, _, _ = _recipe(["--task", "generation"])
+    if _wants_help(argv):
+        return _help("sample CHECKPOINT [--classes NAMES] [--KEY VALUE ...]", _sample, task.Config, arguments)
+    args = parse_arguments(task.Config, argv, arguments)
+    content, class_names = task.read_checkpoint(args.weights)
+    config = parse_config(task.Config, content, argv, args.weights, arguments)
+    if args.guidance is not None:
+        config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, guidance=args.guidance))
+    folder = task.sample(
+        config, args.weights, class_names, classes=args.classes, grid=args.grid, num=args.num, save=args.save
+    )
+    if _is_first_process():
+        print(f"written to {folder}")
+    return 0
 
 
 _STREAM = {
@@ -246,6 +278,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "predict": _predict,
+    "sample": _sample,
     "info": _info,
     "bench": _bench,
     "data": _data,
@@ -268,7 +301,8 @@ def _recipe(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], str]:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("weightformer"):
             raise
-        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[train]'") from error
+        extra = "train" if name == "classification" else name
+        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[{extra}]'") from error
 
 
 def _quiet() -> None:
@@ -302,6 +336,7 @@ examples:
   weightformer train --config finetune --data.root FOLDER --model.weights FILE
   weightformer eval runs/digits/checkpoints/last.ckpt
   weightformer predict runs/digits/checkpoints/last.ckpt IMAGE_OR_FOLDER --save out.csv
+  weightformer sample runs/fashion_denoiser/checkpoints/last.ckpt --classes "sneaker,bag" --grid 8x8 --guidance 4
   weightformer info weightformer_tiny --size 1248"""
 
 
