@@ -356,16 +356,21 @@ def _cpu_name() -> str:
 
 def show(rows: list[dict[str, str]]) -> None:
     """Print a table."""
-    table = Table("height", "width", "form", "ops", "CPU s", "peak MB", "of it mapped", "on disk MB", "difference")
+    table = Table("image, px", "form", "CPU s", "peak MB", "mapped", "on disk", "difference")
     for row in rows:
         figures = (row["cpu_s"], row["peak_mb"], row["mapped_mb"], row["disk_mb"], row["difference"])
         cells = figures if row["status"] == "ok" else (row["status"], "", "", "", "")
-        table.add_row(row["height"], row["width"], FORMS[row["form"]], row["ops"], *cells)
+        form = row["form"] + (" (C++)" if row["ops"] == "native" else "")
+        table.add_row(f"{row['height']} x {row['width']}", form, *cells)
     Console().print(table)
 
 
 def plot(table: Path, picture: Path) -> None:
-    """Draw the table: memory and time of square images against megapixels, and memory against height at one width."""
+    """Draw the table: memory and time of square images against megapixels, and memory against height at one width.
+
+    Raises:
+        ValueError: the table holds nothing that was measured.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -376,45 +381,53 @@ def plot(table: Path, picture: Path) -> None:
     rows = [row for row in read_table(table) if row["status"] == "ok" and row["rows"] in ("", "16")]
     if not rows:
         raise ValueError(f"{table} has no row to draw: measure something first")
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    titles = (
-        "Peak memory beyond weights and image, MB",
-        f"CPU time, seconds, {rows[0]['threads']} thread(s)",
-        f"Peak memory at a width of {_shared_width(rows)} px, MB",
-    )
-    for form, marker in zip(FORMS, "osD^v", strict=True):
-        for ops, style in (("eager", "-"), ("", "-"), ("native", "--")):
-            mine = [row for row in rows if (row["form"], row["ops"]) == (form, ops)]
-            label = FORMS[form] + (", C++" if ops == "native" else "")
-            square = sorted((row for row in mine if row["height"] == row["width"]), key=lambda row: int(row["height"]))
-            megapixels = [_pixels(row["height"], row["width"]) / 1e6 for row in square]
-            kwargs = {"marker": marker, "linestyle": style, "label": label, "color": f"C{list(FORMS).index(form)}"}
-            if square:
-                axes[0].loglog(megapixels, [float(row["peak_mb"]) for row in square], **kwargs)
-                axes[1].loglog(megapixels, [float(row["cpu_s"]) for row in square], **kwargs)
-            tall = sorted((int(r["height"]), float(r["peak_mb"])) for r in mine if r["width"] == _shared_width(rows))
-            if len(tall) > 1:
-                axes[2].loglog(*zip(*tall, strict=True), **kwargs)
-    for axis, title in zip(axes, titles, strict=True):
+    square = [row for row in rows if row["height"] == row["width"]]
+    tall = _of_one_width(rows)
+    threads = rows[0]["threads"]
+    panels = [
+        (square or rows, "peak_mb", "Peak memory beyond weights and image, MB"),
+        (square or rows, "cpu_s", f"CPU time, seconds, {threads} thread{'s' if threads != '1' else ''}"),
+    ]
+    if len({row["height"] for row in tall}) > 1:
+        panels.append((tall, "peak_mb", f"Peak memory at a width of {tall[0]['width']} px, MB"))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.4), layout="constrained")
+    for axis, (shown, key, title) in zip(axes, panels, strict=True):
+        against_height = shown is tall
+        for place, form in enumerate(FORMS):
+            for ops, style in (("eager", "-"), ("", "-"), ("native", "--")):
+                points = sorted(
+                    (
+                        int(row["height"]) if against_height else _pixels(row["height"], row["width"]) / 1e6,
+                        float(row[key]),
+                    )
+                    for row in shown
+                    if (row["form"], row["ops"]) == (form, ops)
+                )
+                if points:
+                    label = FORMS[form] + (", C++" if ops == "native" else "")
+                    axis.plot(*zip(*points, strict=True), f"C{place}{style}", marker="osD^v"[place], label=label)
         axis.set_title(title, loc="left", fontsize=11)
-        axis.set_xlabel("image, megapixels")
+        axis.set_xlabel("height, pixels" if against_height else "image, megapixels")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_locator(LogLocator(subs=(1, 2, 5)))
             side.set_major_formatter("{x:g}")
             side.set_minor_locator(NullLocator())
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[2].set_xlabel("height, pixels")
     axes[0].legend(frameon=False, fontsize=9)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, metadata={"Date": None})
     plt.close(figure)
 
 
-def _shared_width(rows: list[dict[str, str]]) -> str:
-    """The width of which there are images of the most heights."""
+def _of_one_width(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The streamed images of the width of which there are the most heights."""
+    rows = [row for row in rows if row["form"] == "streamed-disk"]
     heights = {row["width"]: {r["height"] for r in rows if r["width"] == row["width"]} for row in rows}
-    return max(heights, key=lambda width: len(heights[width]))
+    widest = max(heights, key=lambda width: len(heights[width]), default="")
+    return [row for row in rows if row["width"] == widest]
 
 
 if __name__ == "__main__":
