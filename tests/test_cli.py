@@ -44,6 +44,8 @@ def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["train", "--config", "digits", "--optim.lr", "fast"], "optim.lr"),
         (["train", "--config", "digits", "--trainer.epoch", "3"], "did you mean --trainer.epochs"),
         (["train", "--task", "cooking"], "unknown task 'cooking'"),
+        (["data", "mosaics"], "no data set 'mosaics'; choose one of"),
+        (["data", "mosaic", "a.tiff", "--size", "big"], "not 'big'"),
         (["info", "weightformer_huge"], "weightformer_tiny"),
         (["info", "weightformer_tiny", "--size", "8"], "smaller than one patch"),
     ],

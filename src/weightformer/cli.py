@@ -28,6 +28,9 @@ __all__ = ["VERBS", "main"]
 # The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
 TASKS = {"classification": "weightformer.tasks.classification"}
 
+# What `weightformer data` makes, and the module whose `main(argv)` makes it.
+DATA = {"mosaic": "weightformer.streaming.mosaic"}
+
 _CONFIG: Arguments = [
     (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),
 ]
@@ -149,6 +152,18 @@ def _bench(argv: list[str]) -> int:
     return 0
 
 
+def _data(argv: list[str]) -> int:
+    """Write data sets: synthetic large images, composed scenes, cached latents."""
+    names = ", ".join(DATA)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: weightformer data NAME ... (weightformer data NAME --help explains one)\n\nnames: {names}")
+        return 0
+    if argv[0] not in DATA:
+        raise ValueError(f"no data set {argv[0]!r}; choose one of {names}")
+    importlib.import_module(DATA[argv[0]]).main(argv[1:])
+    return 0
+
+
 def _demo(argv: list[str]) -> int:
     """Train, evaluate and predict on handwritten digits in three minutes, and write an illustrated report."""
     parser = PlainParser(prog="weightformer demo", description=_demo.__doc__)
@@ -166,6 +181,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "predict": _predict,
     "info": _info,
     "bench": _bench,
+    "data": _data,
     "demo": _demo,
 }
 

@@ -50,7 +50,7 @@ PUBLIC = {
     "weightformer.tasks.classification": {"Config", "evaluate", "predict", "train"},
 }
 MODELS = {"weightformer_micro", "weightformer_tiny", "weightformer_small", "weightformer_base"}
-VERB_NAMES = {"train", "eval", "predict", "bench", "info", "demo"}
+VERB_NAMES = {"train", "eval", "predict", "bench", "data", "info", "demo"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

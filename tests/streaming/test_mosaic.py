@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightformer.cli import main
 from weightformer.streaming import open_source
 from weightformer.streaming.mosaic import FASHION_MNIST, TILE, write_mosaic
 
@@ -50,3 +51,12 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
         write_mosaic(tmp_path / "a.tif", 10, 10, fashion_mnist=tmp_path)
     with pytest.raises(ValueError, match="not 0 x 10"):
         write_mosaic(tmp_path / "a.tif", 0, 10)
+
+
+@needs_fashion
+def test_the_command_writes_what_the_function_writes(tmp_path: Path) -> None:
+    assert main(["data", "mosaic", str(tmp_path / "a.tif"), "--size", "300x200", "--seed", "3"]) == 0
+    written = open_source(tmp_path / "a.tif")
+    assert (written.height, written.width) == (200, 300)
+    expected = open_source(write_mosaic(tmp_path / "b.tif", 200, 300, seed=3))
+    assert (written.read(0, 200, 0, 300) == expected.read(0, 200, 0, 300)).all()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Iterator
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,28 @@ import numpy as np
 
 from weightformer.streaming.sources import import_reader
 
-__all__ = ["TILE", "mosaic_tile", "write_mosaic"]
+__all__ = ["TILE", "main", "mosaic_tile", "write_mosaic"]
 
 TILE = 256
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 _ITEM = 28
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def main(argv: Sequence[str]) -> None:
+    """``weightformer data mosaic``: write a tiled TIFF of any size."""
+    parser = ArgumentParser(prog="weightformer data mosaic", description=main.__doc__)
+    parser.add_argument("output", help="the .tiff file to write")
+    parser.add_argument("--size", required=True, metavar="WxH", help="pixels, such as 32768x32768")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another mosaic")
+    parser.add_argument("--fashion_mnist", default=FASHION_MNIST, help="folder with t10k-images-idx3-ubyte.gz")
+    args = parser.parse_args(argv)
+    match = re.fullmatch(r"(\d+)x(\d+)", args.size)
+    if match is None:
+        raise ValueError(f"--size is width x height in pixels, such as 32768x32768, not {args.size!r}")
+    width, height = map(int, match.groups())
+    write_mosaic(args.output, height, width, seed=args.seed, fashion_mnist=args.fashion_mnist)
 
 
 def write_mosaic(
