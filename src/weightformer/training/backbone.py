@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import timm
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
 from torch import nn
 
 import weightformer  # noqa: F401  registers the models
-from weightformer.models.checkpoint import load_weights, unwrap
+from weightformer.models.checkpoint import load_weights, read_state_dict, unwrap
 from weightformer.training.config import ModelConfig
 
 __all__ = ["FeatureMap", "build_backbone", "groups_below"]
@@ -115,4 +118,15 @@ def _default_indices(strides: Sequence[int]) -> list[int]:
 
 
 def _load(model: nn.Module, path: str) -> None:
-    load_weights(model, path, strict=False)
+    own = model.state_dict()
+    found = sum(key in own for key in unwrap(read_state_dict(path), own))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_weights(model, path, strict=False)
+    notes = [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
+    _say("; ".join([f"backbone: {found} of {len(own)} tensors from {path}", *notes]))
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
