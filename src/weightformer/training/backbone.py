@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import timm
 from lightning.pytorch.utilities import rank_zero_only
@@ -19,7 +20,8 @@ from weightformer.training.config import ModelConfig
 __all__ = ["FeatureMap", "build_backbone", "groups_below"]
 
 
-class FeatureMap(NamedTuple):
+@dataclass(frozen=True)
+class FeatureMap:
     """One of the maps that a backbone's ``forward_intermediates`` returns."""
 
     index: int
@@ -98,10 +100,10 @@ def _create(config: ModelConfig) -> Any:
                 in_chans=config.in_chans,
                 **{**free, **config.kwargs},
             )
-        except TypeError as error:
+        except TypeError as error:  # noqa: PERF203 - two tries at most
             refused = refused or error
     raise ValueError(
-        f"{config.name} is no backbone for images of any size, or model.kwargs {config.kwargs} do not fit it: {refused}"
+        f"model.kwargs {config.kwargs} do not fit {config.name}, or it takes images of one size only: {refused}"
     ) from refused
 
 

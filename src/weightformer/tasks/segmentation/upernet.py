@@ -1,14 +1,15 @@
 """UperNet on any timm backbone, with a norm that can be chosen.
 
-Papers: "Unified Perceptual Parsing for Scene Understanding" (UperNet, arXiv 1807.10221), its pyramid pooling from PSPNet
-(arXiv 1612.01105); the neck that makes a pyramid of an isotropic backbone is BEiT's and Vim's. Differs from them in
-this: maps of odd size keep their last row and column, and stay aligned with the image.
+Papers: "Unified Perceptual Parsing for Scene Understanding" (UperNet, arXiv 1807.10221); its pyramid pooling is that of
+PSPNet (arXiv 1612.01105), the neck that makes a pyramid of an isotropic backbone that of BEiT and Vim. Differs in this:
+maps of odd size keep their last row and column, and all of them stay aligned with the image.
 
 B images, C channels, H x W cells of a map, K classes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -219,7 +220,7 @@ class UperNet(nn.Module):
         self.neck: nn.Module = nn.Identity()
         if len(maps) > 1 and len(set(strides)) == 1:
             self.neck = PyramidNeck(widths[0], strides[0], len(maps), make)
-        elif any(2 * fine != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+        elif any(2 * fine != coarse for fine, coarse in itertools.pairwise(strides)):
             raise ValueError(f"the strides of the feature maps must be equal or double each time, got {strides}")
         self.decode_head = UperHead(widths, channels, num_classes, make, dropout=dropout)
         self._aux_map = max(len(maps) - 2, 0)
@@ -260,7 +261,7 @@ class UperNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """What the backbone exempts."""
-        exempt = getattr(self.backbone, "no_weight_decay", set)()
+        exempt: set[str] = getattr(self.backbone, "no_weight_decay", set)()
         return {f"backbone.{name}" for name in exempt}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
