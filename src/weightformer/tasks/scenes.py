@@ -144,7 +144,9 @@ def _write_split(folder: Path, split: str, number: int, items: tuple[Any, Any], 
         Image.fromarray(canvas).save(places["coco"] / name)
         _link(places["coco"] / name, places["images"] / name)
         Image.fromarray(semantic).save(places["masks"] / name)
-        records["images"].append({"id": image_id, "file_name": name, "height": options.height, "width": options.width})
+        records["images"].append(
+            {"id": image_id, "file_name": name, "height": options.height, "width": options.width}
+        )
         for annotation in annotations:
             count = len(records["annotations"]) + 1
             records["annotations"].append({"id": count, "image_id": image_id, **annotation})
@@ -360,9 +362,7 @@ def main(argv: Sequence[str]) -> int:
         ("empty", "share of scenes without objects"),
         ("crowd", "share of scenes with a crowd region"),
     ):
-        parser.add_argument(
-            f"--{name}", type=float, default=getattr(default, name), help=f"{help_text} (default: %(default)s)"
-        )
+        parser.add_argument(f"--{name}", type=float, default=getattr(default, name), help=f"{help_text} (default: %(default)s)")
     parser.add_argument("--source", metavar="FOLDER", help="where Fashion-MNIST lies, if not where it is usually put")
     args = vars(parser.parse_args(argv))
     folder, size, source = (args.pop(name) for name in ("folder", "size", "source"))
