@@ -29,7 +29,7 @@ __all__ = ["VERBS", "main"]
 TASKS = {"classification": "weightformer.tasks.classification"}
 
 # What `weightformer data` makes, and the module whose `main(argv)` makes it.
-DATA = {"mosaic": "weightformer.streaming.mosaic"}
+DATA = {"fashion-scenes": "weightformer.tasks.scenes", "mosaic": "weightformer.streaming.mosaic"}
 
 _CONFIG: Arguments = [
     (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),

@@ -697,6 +697,16 @@ def test_compile_makes_few_graphs(lively_micro: Build, images: Images) -> None:
     assert counter.frame_count == graphs <= 4
 
 
+def test_the_default_compiler_takes_free_sizes(lively_micro: Build, images: Images) -> None:
+    torch._dynamo.reset()
+    model = lively_micro(depth=1, dynamic_every=1, embed_dim=8)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for size in ((2, 3, 20, 20), (3, 3, 32, 27)):  # the second makes a graph of free sizes
+            x = images(*size)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_compile_trains_as_one_graph(lively_micro: Build, images: Images) -> None:
     torch._dynamo.reset()
     model, x = lively_micro(depth=2).train(), images(2, 3, 24, 20)

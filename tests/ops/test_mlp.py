@@ -73,6 +73,21 @@ def test_inference_equals_training() -> None:
     assert_close(form(*inputs.values()), expected, TOLERANCE[torch.float64])
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("per_image", [False, True], ids=["shared", "per_image"])
+def test_the_result_may_take_the_memory_of_y(per_image: bool, gated: bool) -> None:
+    inputs = make_inputs(SIZES[3], per_image, gated)
+    expected = ops.mlp(**inputs)
+    for learns in (True, False):  # the last call spends y
+        inputs["w2"].requires_grad_(learns)
+        given = inputs["y"].clone()
+        with ops.implementation("eager"):
+            out = ops.mlp(**inputs, overwrite_y=True)
+        assert_close(out.detach(), expected, TOLERANCE[torch.float64])
+        assert torch.equal(inputs["y"], given) == learns
+    assert (out.data_ptr() == inputs["y"].data_ptr()) == (not gated)
+
+
 def test_only_wanted_gradients() -> None:
     inputs = make_inputs(SIZES[2], True, False)
     inputs["b1"].requires_grad_()

@@ -94,4 +94,4 @@ class Block(nn.Module):
         weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
         dropping = self.training and not isinstance(self.drop_path, nn.Identity)
         gate = self.drop_path(x.new_ones(len(x), 1, 1, 1)) if dropping else None
-        return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate)
+        return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate, overwrite_y=True)

@@ -61,7 +61,9 @@ class PatchEmbed(nn.Module):
         if height < patch or width < patch:
             raise ValueError(f"an image of {height} x {width} px is smaller than one patch of {patch} x {patch} px")
         if capturing() or height % patch or width % patch:  # a graph with free sizes holds both kinds
-            image = F.pad(image, (0, -width % patch, 0, -height % patch))
+            # No modulo of a negative size here: torch.compile's backend of torch 2.14 fails on one.
+            rows, cols = ((side + patch - 1) // patch for side in (height, width))
+            image = F.pad(image, (0, cols * patch - width, 0, rows * patch - height))
         return self.proj(image).permute(0, 2, 3, 1)
 
 

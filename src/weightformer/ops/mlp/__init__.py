@@ -20,6 +20,7 @@ def mlp(
     *,
     gate: Tensor | None = None,
     approximate: str = "none",
+    overwrite_y: bool = False,
 ) -> Tensor:
     """``x + gate * (gelu(y w1 + b1) w2 + b2)``.
 
@@ -32,6 +33,7 @@ def mlp(
         b2: (C,).
         gate: factor of the branch (B, 1, 1, 1) or (B, 1, 1, C): a drop-path mask, or a learned gate.
         approximate: ``"none"`` or ``"tanh"``, as in ``F.gelu``.
+        overwrite_y: ``y`` is needed no more: where no gradient is recorded, the result may take its memory.
 
     Returns:
         (B, H, W, C).
@@ -51,4 +53,4 @@ def mlp(
         "native": on_demand("weightformer.ops.mlp.native", "mlp"),
         "triton": on_demand("weightformer.ops.mlp.triton", "mlp"),
     }
-    return select("mlp", forms, x)(x, y, w1, b1, w2, b2, gate, approximate)
+    return select("mlp", forms, x)(x, y, w1, b1, w2, b2, gate, approximate, overwrite_y)

@@ -7,6 +7,7 @@ O hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,21 @@ _BACKWARD_ROWS = 1024  # longer: every block adds to the weights' gradients
 
 
 def mlp(
-    x: Tensor, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor | None, approximate: str
+    x: Tensor,
+    y: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    gate: Tensor | None,
+    approximate: str,
+    overwrite_y: bool = False,
 ) -> Tensor:
     if x.device.type != "cpu" or x.numel() == 0 or autocasting(x) or capturing() or _too_small(x, w1):
         return reference.mlp(x, y, w1, b1, w2, b2, gate, approximate)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))
-    return in_groups(_RowBlocks.apply if learns else forward_blocks, x, y, w1, b1, w2, b2, gate, approximate)
+    form: Callable[..., Tensor] = _RowBlocks.apply if learns else partial(forward_blocks, overwrite_y=overwrite_y)
+    return in_groups(form, x, y, w1, b1, w2, b2, gate, approximate)
 
 
 def _too_small(x: Tensor, w1: Tensor) -> bool:
@@ -135,10 +145,18 @@ def backward_blocks(
 
 
 def forward_blocks(
-    x_GMC: Tensor | None, y_GMC: Tensor, w1_GCO: Tensor, b1: Tensor, w2_CO: Tensor, b2: Tensor, approximate: str
+    x_GMC: Tensor | None,
+    y_GMC: Tensor,
+    w1_GCO: Tensor,
+    b1: Tensor,
+    w2_CO: Tensor,
+    b2: Tensor,
+    approximate: str,
+    *,
+    overwrite_y: bool = False,
 ) -> Tensor:
     """The forward alone: no more than one block of the hidden layer exists at a time."""
-    out_GMC = torch.empty_like(y_GMC, memory_format=torch.contiguous_format)
+    out_GMC = y_GMC if overwrite_y else torch.empty_like(y_GMC, memory_format=torch.contiguous_format)
     for g, w1_CO in enumerate(w1_GCO):
         for rows in _blocks(y_GMC.shape[1], _FORWARD_ROWS):
             hidden = product(y_GMC[g, rows], w1_CO.mT, b1, gelu=approximate)

@@ -12,7 +12,15 @@ __all__ = ["mlp"]
 
 
 def mlp(
-    x: Tensor, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor | None, approximate: str
+    x: Tensor,
+    y: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    gate: Tensor | None,
+    approximate: str,
+    overwrite_y: bool = False,
 ) -> Tensor:
     native.check(x, y, b1, w2, b2)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))

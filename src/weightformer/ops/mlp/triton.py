@@ -187,7 +187,15 @@ def fused(dtype: torch.dtype, c: int) -> bool:
 
 
 def mlp(
-    x: Tensor, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor | None, approximate: str
+    x: Tensor,
+    y: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    gate: Tensor | None,
+    approximate: str,
+    overwrite_y: bool = False,
 ) -> Tensor:
     check(x, y, w1, b1, w2, b2)
     y = autocast(y)
