@@ -26,7 +26,10 @@ from weightformer.config import (
 __all__ = ["VERBS", "main"]
 
 # The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
-TASKS = {"classification": "weightformer.tasks.classification"}
+TASKS = {
+    "classification": "weightformer.tasks.classification",
+    "segmentation": "weightformer.tasks.segmentation",
+}
 
 # What `weightformer data` makes, and the module whose `main(argv)` makes it.
 DATA = {"fashion-scenes": "weightformer.tasks.scenes", "mosaic": "weightformer.streaming.mosaic"}

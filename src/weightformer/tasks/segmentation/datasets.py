@@ -127,9 +127,8 @@ class MaskDataset(Dataset[Any]):
     def _prepare(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         if self.transform is not None:
             return self.transform(image, mask)
-        if self.short_side:
-            image = resize(image, scaled_size(mask.shape[0], mask.shape[1], self.short_side))
-        return self.normalize(image), mask
+        height, width = mask.shape
+        return self.normalize(resize(image, scaled_size(height, width, self.short_side))), mask
 
     @cached_property
     def _has_class_numbers(self) -> bool:

@@ -78,7 +78,7 @@ def iter_predictions(
             yield Prediction(str(file), error=str(error))
             continue
         height, width = image.shape[-2:]
-        size = scaled_size(height, width, config.data.short_side) if config.data.short_side else (height, width)
+        size = scaled_size(height, width, config.data.short_side)
         with torch.inference_mode():
             labels = label_map(logits, resize(image, size)[None], (height, width), config.infer)
         yield Prediction(str(file), image, labels[0].cpu())

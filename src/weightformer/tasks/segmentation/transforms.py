@@ -22,9 +22,14 @@ __all__ = ["TrainTransform", "photometric_distortion", "resize", "scaled_size"]
 _LONG_OVER_SHORT = 4  # a scale of (2048, 512), as ADE20K is trained and tested at
 
 
-def scaled_size(height: int, width: int, short_side: float) -> tuple[int, int]:
-    """The size of an image whose shorter side is ``short_side``, or less where the longer would exceed 4 times that."""
-    scale = min(short_side / min(height, width), _LONG_OVER_SHORT * short_side / max(height, width))
+def scaled_size(height: int, width: int, short_side: int, factor: float = 1.0) -> tuple[int, int]:
+    """The size of an image whose shorter side becomes ``short_side``, times a factor.
+
+    It is less where the longer side would exceed 4 times that. A ``short_side`` of 0 is the image's own.
+    """
+    scale = factor
+    if short_side:
+        scale *= min(short_side / min(height, width), _LONG_OVER_SHORT * short_side / max(height, width))
     return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
 
 
@@ -49,8 +54,8 @@ class TrainTransform:
     def __call__(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """An image (C, H, W) and labels (H, W) to floats (C, S, S) and labels (S, S) int64, where S is the crop."""
         config, side = self.config, self.config.crop_size
-        base = config.short_side or min(mask.shape)
-        size = scaled_size(mask.shape[0], mask.shape[1], base * random.uniform(*config.scale))
+        height, width = mask.shape
+        size = scaled_size(height, width, config.short_side, random.uniform(*config.scale))
         image = resize(image, size)
         mask = tv.resize(mask[None], list(size), v2.InterpolationMode.NEAREST_EXACT)[0]
         window = self._choose_window(mask)
