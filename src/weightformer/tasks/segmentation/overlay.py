@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-__all__ = ["draw_overlay", "palette"]
+__all__ = ["draw_overlay", "palette", "share_text"]
 
 _SIDE = 448  # smaller pictures are enlarged to about this side, so that the legend can be read beside them
 _ROW = 22  # height of a line of the legend
@@ -43,13 +43,18 @@ def draw_overlay(image: Image.Image, labels: NDArray[np.uint8], class_names: Seq
     return _beside(picture, _legend(labels[known], class_names, colors, labels.size))
 
 
+def share_text(share: float) -> str:
+    """A share for people, never zero for what is there."""
+    return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
+
+
 def _legend(
     present: NDArray[np.uint8], class_names: Sequence[str], colors: NDArray[np.uint8], num_pixels: int
 ) -> Image.Image:
     """A line for every class present, the largest first."""
     counts = np.bincount(present, minlength=len(class_names))
     order = [int(i) for i in np.argsort(-counts, kind="stable") if counts[i]]
-    lines = [(colors[i], f"{class_names[i]}  {counts[i] / num_pixels:.1%}") for i in order]
+    lines = [(colors[i], f"{class_names[i]}  {share_text(counts[i] / num_pixels)}") for i in order]
     font = ImageFont.load_default(14)
     width = max((round(font.getlength(text)) for _, text in lines), default=0) + 40
     legend = Image.new("RGB", (width, _ROW * len(lines) + 8), "white")

@@ -25,7 +25,7 @@ from weightformer.tasks.segmentation.datasets import load_image
 from weightformer.tasks.segmentation.inference import label_map
 from weightformer.tasks.segmentation.masks import to_file_values
 from weightformer.tasks.segmentation.module import SegmentationModule
-from weightformer.tasks.segmentation.overlay import draw_overlay, palette
+from weightformer.tasks.segmentation.overlay import draw_overlay, palette, share_text
 from weightformer.tasks.segmentation.transforms import resize, scaled_size
 from weightformer.training.runs import normalization, without_start_weights
 
@@ -179,4 +179,4 @@ def _output_names(files: Sequence[Path]) -> list[Path]:
 def _shares(labels: Tensor, class_names: Sequence[str]) -> str:
     counts = torch.bincount(labels.flatten(), minlength=len(class_names))
     best = [(class_names[i], int(counts[i])) for i in counts.argsort(descending=True).tolist() if counts[i]]
-    return ", ".join(f"{name} {count / labels.numel():.1%}" for name, count in best[:4])
+    return ", ".join(f"{name} {share_text(count / labels.numel())}" for name, count in best[:4])
