@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import weightformer  # noqa: F401 - registers the models
+import weightformer  # which registers the models
 from weightformer.layers import DynamicLinear
+from weightformer.models.checkpoint import load_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -26,6 +28,21 @@ def _seed() -> None:
 def golden(request: pytest.FixtureRequest) -> Path:
     """A file of weights, inputs and outputs of the released code, on a small model."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def golden_denoiser() -> dict[str, Tensor]:
+    """Weights (``weights.*``), inputs and outputs of the released denoiser on a small model."""
+    return load_file(GOLDEN / "dit_patch2.safetensors")
+
+
+@pytest.fixture
+def denoiser(golden_denoiser: dict[str, Tensor]) -> nn.Module:
+    """The golden file's denoiser in eval mode: 4 channels, 10 classes, blocks 1 and 4 of 5 dynamic."""
+    model = weightformer.models.WeightFormerDenoiser(sample_size=16, hidden_size=48, depth=5, num_classes=10)
+    prefix = "weights."
+    weights = {k.removeprefix(prefix): v for k, v in golden_denoiser.items() if k.startswith(prefix)}
+    return load_weights(model, weights).eval()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import sys
 import warnings
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weightformer.config import (
@@ -25,9 +26,11 @@ from weightformer.config import (
 
 __all__ = ["VERBS", "main"]
 
-# The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
+# The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate, predict with the
+# options PREDICT_ARGUMENTS, and read_checkpoint.
 TASKS = {
     "classification": "weightformer.tasks.classification",
+    "detection": "weightformer.tasks.detection",
     "segmentation": "weightformer.tasks.segmentation",
 }
 
@@ -93,7 +96,7 @@ def _eval(argv: list[str]) -> int:
         *_CONFIG,
         (("--json",), {"action": "store_true", "help": "print the result as JSON"}),
     ]
-    task, content, where = _recipe(argv)
+    task, content, where = _recipe(argv, stored=True)
     if _wants_help(argv):
         return _help("eval WEIGHTS [--config RECIPE] [--KEY VALUE ...]", _eval, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
@@ -109,20 +112,20 @@ def _eval(argv: list[str]) -> int:
 
 
 def _predict(argv: list[str]) -> int:
-    """Predict image files and folders with a checkpoint; print a table or write CSV or JSON."""
+    """Predict image files and folders with a checkpoint; print a table or write files (``--task`` says which)."""
+    task, _, _ = _recipe(argv, stored=True)
     arguments: Arguments = [
         (("weights",), {"help": "a training checkpoint (.ckpt)"}),
         (("images",), {"nargs": "+", "help": "image files, or folders to search for them"}),
-        (("--save",), {"metavar": "FILE", "help": "write to this .csv or .json file instead of the terminal"}),
-        (("--top_k",), {"type": int, "default": 5, "help": "classes to report for an image"}),
+        *task.PREDICT_ARGUMENTS,
     ]
-    task, _, _ = _recipe(argv)
     if _wants_help(argv):
         return _help("predict WEIGHTS IMAGE ... [--save FILE] [--KEY VALUE ...]", _predict, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
     content, class_names = task.read_checkpoint(args.weights)
     config = parse_config(task.Config, content, argv, args.weights, arguments)
-    failed = task.predict(config, args.weights, class_names, args.images, top_k=args.top_k, save=args.save)
+    options = {name: args[name] for (flag, *_), _ in task.PREDICT_ARGUMENTS if (name := flag.lstrip("-"))}
+    failed = task.predict(config, args.weights, class_names, args.images, **options)
     if failed:
         print(f"{failed} image(s) could not be read; they are named in the result", file=sys.stderr)
     return 1 if failed else 0
@@ -131,12 +134,17 @@ def _predict(argv: list[str]) -> int:
 def _info(argv: list[str]) -> int:
     """Print what a model costs: parameters, multiply-adds and dynamic blocks at any resolution."""
     parser = PlainParser(prog="weightformer info", description=_info.__doc__)
-    parser.add_argument("model", help="a timm model name, ours included")
+    parser.add_argument("model", help="a timm model name, ours included, or a denoiser (denoiser_s_2)")
     parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
-    parser.add_argument("--in_chans", type=int, default=3, help="channels of the image")
+    parser.add_argument("--in_chans", type=int, help="channels of the image (default 3) or latent (default: its own)")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="constructor arguments as JSON")
+    tasks = ("classification", "detection")
+    parser.add_argument("--task", choices=tasks, default=tasks[0], help="detection counts the backbone and its pyramid")
     args = parser.parse_args(argv)
-    from weightformer.analysis.info import describe
+    if args.task == "detection":
+        from weightformer.tasks.detection.info import describe
+    else:
+        from weightformer.analysis.info import describe
 
     print(describe(args.model, args.size, in_chans=args.in_chans, **args.kwargs))
     return 0
@@ -189,14 +197,17 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _recipe(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], str]:
-    """The task package, the content and the name of the recipe that the arguments name."""
+def _recipe(argv: Sequence[str], stored: bool = False) -> tuple[Any, Mapping[str, Any], str]:
+    """The task package, the content and the name of the recipe that the arguments name.
+
+    With ``stored``, a checkpoint among them may say the task.
+    """
     finder = PlainParser(add_help=False, allow_abbrev=False)
     finder.add_argument("-c", "--config")
     finder.add_argument("--task")
     known, _ = finder.parse_known_args(argv)
     content = read_yaml(recipe_path(known.config)) if known.config else {}
-    name = known.task or content.get("task", "classification")
+    name = known.task or content.get("task") or (_stored_task(argv) if stored else None) or "classification"
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; choose one of {', '.join(TASKS)}")
     try:
@@ -205,6 +216,19 @@ def _recipe(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], str]:
         if (error.name or "").startswith("weightformer"):
             raise
         raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[train]'") from error
+
+
+def _stored_task(argv: Sequence[str]) -> str | None:
+    """The task of the first training checkpoint among the arguments, if one is there and can be read."""
+    from weightformer.models.checkpoint import read_state_dict
+
+    for word in argv:
+        if word.endswith(".ckpt") and Path(word).is_file():
+            try:
+                return read_state_dict(word)["hyper_parameters"]["config"]["task"]
+            except (ValueError, KeyError, TypeError):  # the task says what is wrong with the file
+                return None
+    return None
 
 
 def _quiet() -> None:

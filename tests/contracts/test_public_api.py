@@ -27,7 +27,7 @@ MODULES = [
 # Others build on these names: removing or renaming one is a change for the changelog.
 PUBLIC = {
     "weightformer.layers": {"Block", "DepthwiseConv2d", "DynamicDepthwiseConv2d", "DynamicLinear"},
-    "weightformer.models": {"WeightFormer"},
+    "weightformer.models": {"WeightFormer", "WeightFormerDenoiser", "create_denoiser"},
     "weightformer.models.checkpoint": {
         "from_released",
         "load_weights",

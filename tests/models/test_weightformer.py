@@ -70,7 +70,7 @@ def test_golden(golden: Path, name: str, dtype: torch.dtype, tolerance: float) -
 def test_golden_sees_a_planted_fault(golden: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, stored = from_golden(golden)
     if fault == "scale":  # tokens counted after pooling
-        monkeypatch.setattr(DynamicLinear, "scale", lambda self, x: 4 * self.in_features**-0.5 / x[0, ..., 0].numel())
+        monkeypatch.setattr(DynamicLinear, "scale", lambda self, num_tokens: 4 * self.in_features**-0.5 / num_tokens)
     elif fault == "norm":  # the norm no longer replaces the stream
         monkeypatch.setattr(Block, "forward", lambda self, x: (x := x + self.conv(self.norm1(x))) + self._mlp(x))
         monkeypatch.setattr(Block, "_mlp", lambda self, x: self.fc2(self.act(self.fc1(self.norm2(x)))), raising=False)
@@ -695,6 +695,20 @@ def test_compile_makes_few_graphs(lively_micro: Build, images: Images) -> None:
         graphs = counter.frame_count
         compiled(x)
     assert counter.frame_count == graphs <= 4
+
+
+def test_a_compiled_graph_holds_the_fast_mlp_at_inference_alone(lively_micro: Build, images: Images) -> None:
+    model, x, calls = lively_micro(depth=2), images(2, 3, 24, 20), []
+
+    def record(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        calls.append(sum("mlp_row_blocks" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    for learns in (False, True):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(torch.compile(model, backend=record, fullgraph=True)(x), model(x))
+    assert calls == [2, 0]
 
 
 def test_the_default_compiler_takes_free_sizes(lively_micro: Build, images: Images) -> None:

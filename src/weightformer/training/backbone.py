@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,9 @@ _ANY_SIZE: tuple[dict[str, Any], ...] = (
 )
 
 
-def build_backbone(config: ModelConfig, indices: Sequence[int] | None = None) -> tuple[nn.Module, list[FeatureMap]]:
+def build_backbone(
+    config: ModelConfig, indices: Sequence[int] | Callable[[list[int]], Sequence[int]] | None = None
+) -> tuple[nn.Module, list[FeatureMap]]:
     """The timm model that a configuration names, without its head and whatever else the maps do not need.
 
     ``backbone.forward_intermediates(images, indices=[m.index for m in maps], intermediates_only=True)`` returns the
@@ -47,7 +49,8 @@ def build_backbone(config: ModelConfig, indices: Sequence[int] | None = None) ->
 
     Args:
         config: names the model, and the weights to start from.
-        indices: maps to take, negative from the end; by default the last four of a hierarchical model, and those that
+        indices: maps to take, negative from the end, or a function that chooses them by the strides of all maps; by
+            default the last four of a hierarchical model, and those that
             end the four quarters of an isotropic one (blocks 5, 11, 17 and 23 of 24).
 
     Raises:
@@ -58,7 +61,8 @@ def build_backbone(config: ModelConfig, indices: Sequence[int] | None = None) ->
     if config.weights:
         _load(model, config.weights)
     info = [(int(entry["num_chs"]), int(entry["reduction"])) for entry in _feature_info(model, config.name)]
-    take = _default_indices([stride for _, stride in info]) if indices is None else list(indices)
+    choose = _default_indices if indices is None else indices
+    take = list(choose([stride for _, stride in info]) if callable(choose) else choose)
     if not take or any(not -len(info) <= i < len(info) for i in take):
         raise ValueError(f"feature indices {take} are out of range: {config.name} has {len(info)} feature maps")
     take = model.prune_intermediate_layers([i % len(info) for i in take], prune_norm=True, prune_head=True)

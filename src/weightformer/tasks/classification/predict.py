@@ -13,13 +13,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from weightformer.config import Arguments
 from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import eval_transform, find_images, read_image
 from weightformer.tasks.classification.module import ClassificationModule
 from weightformer.training.runs import normalization, without_start_weights
 
-__all__ = ["Prediction", "iter_predictions", "predict", "write_predictions"]
+__all__ = ["PREDICT_ARGUMENTS", "Prediction", "iter_predictions", "predict", "write_predictions"]
+
+# Options of the command line that `predict` takes as keywords.
+PREDICT_ARGUMENTS: Arguments = [
+    (("--save",), {"metavar": "FILE", "help": "write to this .csv or .json file instead of the terminal"}),
+    (("--top_k",), {"type": int, "default": 5, "help": "classes to report for an image"}),
+]
 
 
 @dataclass
