@@ -269,15 +269,20 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
-def _print_result(result: Mapping[str, float], as_json: bool = False) -> None:
+def _print_result(result: Mapping[str, Any], as_json: bool = False) -> None:
+    """The result on one line, and tables (the IoU of every class, say) below it."""
     if as_json:
         print(json.dumps(dict(result)))
         return
-    print(
-        "  ".join(
-            f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items()
-        )
-    )
+
+    def shown(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+    tables = {name: value for name, value in result.items() if isinstance(value, Mapping)}
+    print("  ".join(f"{name} {shown(value)}" for name, value in result.items() if name not in tables))
+    for name, table in tables.items():
+        width = max(map(len, table), default=0)
+        print("\n".join([name, *(f"  {key:{width}s}  {shown(value)}" for key, value in table.items())]))
 
 
 if __name__ == "__main__":

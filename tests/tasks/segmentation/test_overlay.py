@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -21,7 +23,7 @@ def test_every_class_has_its_own_colour(count: int) -> None:
 
 def test_neighbours_are_far_apart() -> None:
     colors = palette(20).astype(int)
-    assert min(np.abs(a - b).sum() for a, b in zip(colors, colors[1:], strict=False)) > 120
+    assert min(np.abs(a - b).sum() for a, b in itertools.pairwise(colors)) > 120
 
 
 def test_colours_lie_where_the_labels_are() -> None:

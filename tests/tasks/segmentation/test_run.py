@@ -22,6 +22,7 @@ from weightformer.config import parse_config
 from weightformer.models.checkpoint import read_state_dict
 from weightformer.tasks.segmentation import Config, evaluate, read_checkpoint, train
 from weightformer.tasks.segmentation.masks import read_values, to_labels
+from weightformer.tasks.segmentation.module import SegmentationModule
 
 NAMES = ["backdrop", "zero", "one", "four"]
 
@@ -98,7 +99,9 @@ def test_two_processes_train_without_unused_parameters(tmp_path: Path, content: 
     assert "miou" in done.stdout
 
 
-def test_a_run_stopped_and_resumed_is_bit_identical(tmp_path: Path, content: Callable[..., dict[str, Any]]) -> None:
+def test_a_run_stopped_and_resumed_is_bit_identical(
+    tmp_path: Path, content: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(folder: Path) -> Any:
         settings = content(folder, trainer__epochs=2, trainer__checkpoint_every=4, trainer__ema_decay=0.9)
         return parse_config(Config, settings)
@@ -106,10 +109,8 @@ def test_a_run_stopped_and_resumed_is_bit_identical(tmp_path: Path, content: Cal
     class Stop(Exception):  # noqa: N818 - no error
         pass
 
-    import weightformer.tasks.segmentation.module as module
-
     straight = train(run(tmp_path / "straight"))
-    step, calls = module.SegmentationModule.training_step, []
+    step, calls = SegmentationModule.training_step, []
 
     def stop_at_twenty(self: Any, batch: Any, batch_idx: int) -> Any:
         calls.append(batch_idx)
@@ -117,9 +118,10 @@ def test_a_run_stopped_and_resumed_is_bit_identical(tmp_path: Path, content: Cal
             raise Stop
         return step(self, batch, batch_idx)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(module.SegmentationModule, "training_step", stop_at_twenty)
+    monkeypatch.setattr(SegmentationModule, "training_step", stop_at_twenty)
+    with pytest.raises(Stop):
         train(run(tmp_path / "stopped"))
+    monkeypatch.undo()
     assert 0 < read_state_dict(tmp_path / "stopped" / "checkpoints" / "last.ckpt")["global_step"] < 20
     assert train(run(tmp_path / "stopped")) == straight
     contents = [read_state_dict(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("straight", "stopped")]

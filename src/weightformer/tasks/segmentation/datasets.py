@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as tv
 
-from weightformer.tasks.classification.images import ImageReadError, own_pixel_limit, read_image
+from weightformer.tasks.classification.images import ImageReadError, read_image
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.segmentation.masks import is_binary, read_values, to_labels
 from weightformer.tasks.segmentation.transforms import TrainTransform, resize, scaled_size
@@ -99,7 +99,7 @@ class MaskDataset(Dataset[Any]):
             if self._bad[place]:
                 continue
             try:
-                with item_rng(self.seed, *key), own_pixel_limit():
+                with item_rng(self.seed, *key):
                     return self._prepare(*self._read(*map(os.fsdecode, self.pairs[place])))
             except ImageReadError as error:
                 if not self.skip_bad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,7 +120,8 @@ class SegmentationModule(L.LightningModule):
         values = self.metrics.compute()
         means = {name: values[name].float() for name in ("miou", "mean_accuracy", "accuracy")}
         self.log_dict({f"val/{name}": value for name, value in means.items()}, rank_zero_only=False)
-        iou = dict(zip(self.class_names, values["iou"].tolist(), strict=True))
+        shares = (None if math.isnan(share) else share for share in values["iou"].tolist())
+        iou = dict(zip(self.class_names, shares, strict=True))
         self.result = {name: float(values[name]) for name in means} | {"images": int(values["images"]), "iou": iou}
         self.metrics.reset()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weightformer.config import Arguments
 from weightformer.models.checkpoint import load_weights
-from weightformer.tasks.classification.images import find_images, own_pixel_limit
+from weightformer.tasks.classification.images import find_images
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.segmentation.config import SegmentationConfig
 from weightformer.tasks.segmentation.datasets import load_image
@@ -72,8 +72,7 @@ def iter_predictions(
 
     for file in files:
         try:
-            with own_pixel_limit():
-                image = load_image(file, config.model.in_chans, config.data.max_pixels)
+            image = load_image(file, config.model.in_chans, config.data.max_pixels)
         except (OSError, ValueError) as error:
             yield Prediction(str(file), error=str(error))
             continue
@@ -94,6 +93,8 @@ def predict(
 ) -> int:
     """Label files and folders of images; write a mask and an overlay for each, or print the classes found.
 
+    A file that cannot be read is named on the error stream.
+
     Args:
         config: see `iter_predictions`.
         weights: see `iter_predictions`.
@@ -113,19 +114,21 @@ def predict(
     files = find_images(images)
     names = _output_names(files)
     table = Table("image", "size", "classes, by share of pixels")
+    console = Console(stderr=True, soft_wrap=True)
     predictions = iter_predictions(config, weights, class_names, files)
-    shown = track(predictions, "predicting", total=len(files), console=Console(stderr=True), transient=True)
+    shown = track(predictions, "predicting", total=len(files), console=console, transient=True)
     failed = 0
     for name, prediction in zip(names, shown, strict=True):
         if prediction.labels is None:
             failed += 1
-            table.add_row(prediction.path, "[red]unreadable[/red]", prediction.error)
-            continue
-        if save is not None:
+            console.print(prediction.error, markup=False, highlight=False)
+        elif save is not None:
             write_prediction(prediction, class_names, Path(save), name, config.data.reduce_zero_label)
-        height, width = prediction.labels.shape
-        table.add_row(prediction.path, f"{height} x {width}", _shares(prediction.labels, class_names))
-    Console(stderr=save is not None).print(table)
+        else:
+            height, width = prediction.labels.shape
+            table.add_row(prediction.path, f"{height} x {width}", _shares(prediction.labels, class_names))
+    if save is None:
+        Console().print(table)
     return failed
 
 

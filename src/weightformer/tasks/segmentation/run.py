@@ -67,8 +67,8 @@ def evaluate(
         class_names: the classes that the weights were trained for; by default those of the images.
 
     Returns:
-        ``miou``, ``mean_accuracy``, ``accuracy`` over pixels, the count ``images`` and ``iou`` by class name, the same
-        for any number of processes.
+        ``miou``, ``mean_accuracy``, ``accuracy`` over pixels, the count ``images`` and ``iou`` by class name (None for
+        a class that occurs nowhere), the same for any number of processes.
     """
     trainer = build_trainer(config.trainer)
     data = _data(config, trainer, class_names)
