@@ -99,7 +99,15 @@ class DenoiserBlock(nn.Module):
         if untouched({fc1: DynamicLinear if self.dynamic else nn.Linear, self.act: nn.GELU, self.fc2: nn.Linear}):
             weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
             return ops.mlp(
-                x, y, weight, fc1.bias, self.fc2.weight, self.fc2.bias, gate=gate2, approximate=self.act.approximate
+                x,
+                y,
+                weight,
+                fc1.bias,
+                self.fc2.weight,
+                self.fc2.bias,
+                gate=gate2,
+                approximate=self.act.approximate,
+                overwrite_y=True,
             )
         return x + gate2 * self.fc2(self.act(fc1(y)))
 
@@ -136,6 +144,7 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
     _supports_gradient_checkpointing = True
     _no_split_modules = ["DenoiserBlock"]  # noqa: RUF012 - diffusers declares them so
     _repeated_blocks = ["DenoiserBlock"]  # noqa: RUF012
+    _skip_layerwise_casting_patterns = [r"conv\.proj"]  # noqa: RUF012 - what enters them is cast to their weight's dtype
 
     @register_to_config
     def __init__(
