@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import weightformer  # noqa: F401 - registers the models
+import weightformer  # which registers the models
 from weightformer.layers import DynamicLinear
+from weightformer.models.checkpoint import load_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -28,19 +30,36 @@ def golden(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
+@pytest.fixture(scope="session")
+def golden_denoiser() -> dict[str, Tensor]:
+    """Weights (``weights.*``), inputs and outputs of the released denoiser on a small model."""
+    return load_file(GOLDEN / "dit_patch2.safetensors")
+
+
+@pytest.fixture
+def denoiser(golden_denoiser: dict[str, Tensor]) -> nn.Module:
+    """The golden file's denoiser in eval mode: 4 channels, 10 classes, blocks 1 and 4 of 5 dynamic."""
+    model = weightformer.models.WeightFormerDenoiser(sample_size=16, hidden_size=48, depth=5, num_classes=10)
+    prefix = "weights."
+    weights = {k.removeprefix(prefix): v for k, v in golden_denoiser.items() if k.startswith(prefix)}
+    return load_weights(model, weights).eval()
+
+
 @pytest.fixture
 def lively_micro() -> Callable[..., nn.Module]:
     """Builds ``weightformer_micro`` (timm arguments allowed) in eval mode with predicted weights as large as static.
 
     At initialisation the predicted part of a linear weight is tiny, so a test could miss that it is wrong.
     """
+    std = {"proj.weight": 0.125, "proj2.weight": 0.125, "w1": 1.0, "w2": 1.0}
 
     def build(**kwargs: Any) -> nn.Module:
         model = timm.create_model("weightformer_micro", **kwargs).eval()
         for module in model.modules():
             if isinstance(module, DynamicLinear):
-                for parameter, std in ((module.proj.weight, 0.125), (module.w1, 1.0), (module.w2, 1.0)):
-                    nn.init.normal_(parameter, std=std)
+                for name, parameter in module.named_parameters():
+                    if name in std:
+                        nn.init.normal_(parameter, std=std[name])
         return model
 
     return build

@@ -31,6 +31,7 @@ __all__ = ["VERBS", "main"]
 TASKS = {
     "classification": "weightformer.tasks.classification",
     "detection": "weightformer.tasks.detection",
+    "segmentation": "weightformer.tasks.segmentation",
 }
 
 # What `weightformer data` makes, and the module whose `main(argv)` makes it.
@@ -133,9 +134,9 @@ def _predict(argv: list[str]) -> int:
 def _info(argv: list[str]) -> int:
     """Print what a model costs: parameters, multiply-adds and dynamic blocks at any resolution."""
     parser = PlainParser(prog="weightformer info", description=_info.__doc__)
-    parser.add_argument("model", help="a timm model name, ours included")
+    parser.add_argument("model", help="a timm model name, ours included, or a denoiser (denoiser_s_2)")
     parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
-    parser.add_argument("--in_chans", type=int, default=3, help="channels of the image")
+    parser.add_argument("--in_chans", type=int, help="channels of the image (default 3) or latent (default: its own)")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="constructor arguments as JSON")
     tasks = ("classification", "detection")
     parser.add_argument("--task", choices=tasks, default=tasks[0], help="detection counts the backbone and its pyramid")
@@ -268,15 +269,20 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
-def _print_result(result: Mapping[str, float], as_json: bool = False) -> None:
+def _print_result(result: Mapping[str, Any], as_json: bool = False) -> None:
+    """The result on one line, and tables (the IoU of every class, say) below it."""
     if as_json:
         print(json.dumps(dict(result)))
         return
-    print(
-        "  ".join(
-            f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items()
-        )
-    )
+
+    def shown(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+    tables = {name: value for name, value in result.items() if isinstance(value, Mapping)}
+    print("  ".join(f"{name} {shown(value)}" for name, value in result.items() if name not in tables))
+    for name, table in tables.items():
+        width = max(map(len, table), default=0)
+        print("\n".join([name, *(f"  {key:{width}s}  {shown(value)}" for key, value in table.items())]))
 
 
 if __name__ == "__main__":

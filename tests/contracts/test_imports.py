@@ -74,6 +74,8 @@ def test_every_import_is_a_declared_dependency() -> None:
         allowed = core if room(path.relative_to(PACKAGE).parts) in CORE_ROOMS else core | extras
         if path.stem in ("triton", "triton_support"):  # the GPU kernels, loaded on demand; torch brings triton for CUDA
             allowed = allowed | {"triton"}
+        if path.stem == "denoiser":  # imported when asked for
+            allowed = allowed | {"diffusers"}
         for line, name in imports(path):
             top = name.split(".")[0]
             if top in sys.stdlib_module_names or top == "weightformer":

@@ -27,7 +27,7 @@ MODULES = [
 # Others build on these names: removing or renaming one is a change for the changelog.
 PUBLIC = {
     "weightformer.layers": {"Block", "DepthwiseConv2d", "DynamicDepthwiseConv2d", "DynamicLinear"},
-    "weightformer.models": {"WeightFormer"},
+    "weightformer.models": {"WeightFormer", "WeightFormerDenoiser", "create_denoiser"},
     "weightformer.models.checkpoint": {
         "from_released",
         "load_weights",
@@ -48,6 +48,7 @@ PUBLIC = {
     "weightformer.ops.native": {"build"},
     "weightformer.streaming": {"RowParallel", "Source", "open_source", "stream"},
     "weightformer.tasks.classification": {"Config", "evaluate", "predict", "train"},
+    "weightformer.tasks.segmentation": {"Config", "evaluate", "predict", "train"},
 }
 MODELS = {"weightformer_micro", "weightformer_tiny", "weightformer_small", "weightformer_base"}
 VERB_NAMES = {"train", "eval", "predict", "bench", "data", "info", "demo"}

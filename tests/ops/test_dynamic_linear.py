@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,16 +41,32 @@ def make_inputs(size: tuple[int, ...], dtype: torch.dtype = torch.float64) -> di
     return tensors | {"scale": (c * max(p, 1) * r * s) ** -0.5}
 
 
-def over_tokens(x, left, right, w1, w2, static, bias, scale) -> Tensor:
+def over_tokens(x, left, right, w1, w2, static, bias, scale, normalize=True) -> Tensor:
     """The eager form when it contracts over tokens."""
-    weight = eager.weight_from_tokens(left, right, w1, w2, static, scale)
+    weight = eager.weight_from_tokens(left, right, w1, w2, static, scale, normalize)
     return torch.baddbmm(bias, x, weight.to(x.dtype))
 
 
-def over_channels(x, left, right, w1, w2, static, bias, scale) -> Tensor:
+def over_channels(x, left, right, w1, w2, static, bias, scale, normalize=True) -> Tensor:
     """The eager form when it contracts over channels."""
-    weight = eager.weight_from_gram(eager.gram(left, right), w1, w2, static, scale)
+    weight = eager.weight_from_gram(eager.gram(left, right), w1, w2, static, scale, normalize)
     return torch.baddbmm(bias, x, weight.to(x.dtype))
+
+
+# What a strategy or an ablation leaves out: the expansion of the left side, the static part, the norm.
+LACKING = {
+    "no w1": {"w1": None},
+    "no static": {"static": None},
+    "no norm": {"normalize": False},
+    "none of them": {"w1": None, "static": None, "normalize": False},
+}
+
+
+def make_lacking(lacking: str, size: tuple[int, ...], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """`make_inputs` without those parts; without ``w1`` the left side has the input's width."""
+    b, n, p, r, s, c, o = size
+    parts = {"normalize": True, **LACKING[lacking]}
+    return make_inputs((b, n, p, c if "w1" in parts else r, s, c, o), dtype) | parts
 
 
 FORMS = {
@@ -201,19 +218,21 @@ def test_the_cheaper_order_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 47, 48, 49, 200])
-def test_counted_cost(tokens: int) -> None:
+@pytest.mark.parametrize("expands", [True, False], ids=["w1", "no w1"])
+def test_counted_cost(expands: bool, tokens: int) -> None:
     """The count that chooses the order is the count that a profiler finds."""
     from torch.utils.flop_counter import FlopCounterMode
 
     c, o = 192, 768
-    inputs = make_inputs((1, 1, tokens, c // 4, o // 4, c, o))
+    r = c // 4 if expands else c
+    inputs = make_inputs((1, 1, tokens, r, o // 4, c, o)) | ({} if expands else {"w1": None})
     flops = {}
     for name in ("tokens", "channels"):
         with FlopCounterMode(display=False) as counter:
             FORMS[name](*inputs.values())
         flops[name] = counter.get_total_flops()
-    flops["channels"] -= 2 * (c // 4) ** 2 * c  # w1 w1^T is the same for every image
-    assert eager.cheaper_order(tokens, c // 4, o // 4, c, o) == min(flops, key=flops.__getitem__)
+    flops["channels"] -= 2 * r**2 * c if expands else 0  # w1 w1^T is the same for every image
+    assert eager.cheaper_order(tokens, r, o // 4, c, o, expands) == min(flops, key=flops.__getitem__)
 
 
 def wrong_axis(x, left, right, w1, w2, static, bias, scale) -> Tensor:
@@ -251,6 +270,52 @@ def test_a_planted_fault_is_seen(fault: Callable[..., Tensor], size: tuple[int, 
     where = "gradient of" if fault is detached_norm else "output"
     with pytest.raises(AssertionError, match=where):
         assert_parity(fault, reference.dynamic_linear, make_inputs(size), torch.float32, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("form", [reference.dynamic_linear, over_tokens, over_channels])
+def test_lacking_parts_are_the_identity_zero_and_nothing(form: Callable[..., Tensor], lacking: str) -> None:
+    """One image and output column at a time, as in `by_loop`."""
+    inputs = make_lacking(lacking, SIZES[0])
+    x, left, right, w1, w2, static, bias, scale, normalize = inputs.values()
+    expand = torch.eye(5, dtype=torch.float64) if w1 is None else w1
+    columns = []
+    for j in range(w2.shape[1]):
+        column = torch.zeros(2, 5, dtype=torch.float64)
+        for p in range(left.shape[1]):
+            column = column + scale * (left[:, p] @ expand) * (right[:, p] @ w2[:, j])[:, None]
+        column = column / (column.square().sum(1, keepdim=True).sqrt() + 1) if normalize else column
+        column = column if static is None else column + static[:, j]
+        columns.append(torch.einsum("bnc,bc->bn", x, column) + bias[j])
+    assert_close(form(*inputs.values()), torch.stack(columns, -1), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[2], SIZES[4]], ids=size_id)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("lacking", LACKING)
+def test_parity_of_lacking_parts(
+    lacking: str, form: Callable[..., Tensor], size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    assert_parity(form, reference.dynamic_linear, make_lacking(lacking, size), dtype)
+
+
+@pytest.mark.parametrize("form", [reference.dynamic_linear, over_tokens, over_channels])
+@pytest.mark.parametrize("lacking", LACKING)
+def test_gradcheck_of_lacking_parts(lacking: str, form: Callable[..., Tensor]) -> None:
+    inputs = make_lacking(lacking, SIZES[0])
+    names = [k for k, v in inputs.items() if isinstance(v, Tensor)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        return form(*(inputs | dict(zip(names, tensors, strict=True))).values())
+
+    assert torch.autograd.gradcheck(run, [inputs[k].requires_grad_() for k in names])
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_nothing_predicted_and_nothing_static_is_the_bias(form: Callable[..., Tensor]) -> None:
+    inputs = make_lacking("no static", (2, 5, 0, 2, 3, 5, 7))
+    assert_close(form(*inputs.values()), inputs["bias"].expand(2, 5, 7), 1e-12)
 
 
 def test_inputs_exercise_the_norm() -> None:

@@ -19,14 +19,22 @@ from weightformer.streaming import RowParallel, stream
 
 SIZES = [(61, 33), (100, 52)]
 EVERY = [0, 1, 3]
+# Between them, everything that another strategy sums over tokens.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "conv and gap": {"conv_predictor": "conv", "linear_predictor": "gap"},
+    "amp_dir and pool": {"conv_predictor": "amp_dir", "linear_predictor": "nonlinear", "pool": "7x7"},
+}
+CASES = [(str(every), {"dynamic_every": every}) for every in EVERY]
+CASES += [(name, {"dynamic_every": 2, **strategy}) for name, strategy in STRATEGIES.items()]
 
 
-def build(dynamic_every: int, **kwargs: Any) -> WeightFormer:
+def build(dynamic_every: int = 3, **kwargs: Any) -> WeightFormer:
     """A double-precision model with predicted weights that matter, the same on every process."""
     torch.manual_seed(1)
     model = WeightFormer(embed_dim=16, depth=5, patch_size=4, num_classes=7, dynamic_every=dynamic_every, **kwargs)
+    large = ("fc1.proj", "w1", "w2", "proj1", "amplitude")
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=1.5 if any(p in name for p in ("fc1.proj", "w1", "w2", "proj1")) else 0.3)
+        torch.nn.init.normal_(parameter, std=1.5 if any(part in name for part in large) else 0.3)
     return model.double().eval()
 
 
@@ -47,9 +55,9 @@ def work(rank: int, folder: Path, size: int) -> None:
     )
     assert dist.group.WORLD is not None
     found: dict[str, Any] = {}
-    for every in EVERY:
+    for case, kwargs in CASES:
         for height, width in SIZES:
-            model, batch = build(every), images(height, width)
+            model, batch = build(**kwargs), images(height, width)
             parallel = RowParallel(model)
             top, bottom = parallel.pixel_rows(height)
             part = batch[:, :, top:bottom].clone().requires_grad_()
@@ -57,10 +65,10 @@ def work(rank: int, folder: Path, size: int) -> None:
             sent = parallel.sent
             F.cross_entropy(logits, labels()).backward()
             for strip_rows in (1, 5):
-                found[f"stream {every} {height} {width} {strip_rows}"] = stream(
+                found[f"stream {case} {height} {width} {strip_rows}"] = stream(
                     model, batch[0], strip_rows=strip_rows, progress=False, group=dist.group.WORLD
                 )
-            found[f"{every} {height} {width}"] = {
+            found[f"{case} {height} {width}"] = {
                 "logits": logits.detach(),
                 "image": part.grad,
                 "rows": (top, bottom),

@@ -16,7 +16,8 @@ from streaming import ranks
 from weightformer.streaming import RowParallel, stream
 from weightformer.streaming.rows import split_rows
 
-CASES = [(every, *size) for every in ranks.EVERY for size in ranks.SIZES]
+CASES = [(name, *size) for name, _ in ranks.CASES for size in ranks.SIZES]
+KWARGS = dict(ranks.CASES)
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +40,33 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_equals_one_process(found, size: int, case: tuple[int, int, int]) -> None:
-    every, height, width = case
-    model, batch = ranks.build(every), ranks.images(height, width).requires_grad_()
+def test_training_equals_one_process(found, size: int, case: tuple[str, int, int]) -> None:
+    name, height, width = case
+    model, batch = ranks.build(**KWARGS[name]), ranks.images(height, width).requires_grad_()
     logits = model(batch)
     F.cross_entropy(logits, ranks.labels()).backward()
     assert batch.grad is not None
     for results in found[size]:
-        result = results[f"{every} {height} {width}"]
+        result = results[f"{name} {height} {width}"]
         top, bottom = result["rows"]
         assert relative(result["logits"], logits) < 1e-10
         # The gradient of a process's own pixels is the whole one: what neighbours make of its rows comes back to it.
         assert relative(result["image"], batch.grad[:, :, top:bottom]) < 1e-8
-        for name, parameter in model.named_parameters():
+        for key, parameter in model.named_parameters():
             assert parameter.grad is not None
-            assert relative(result["grads"][name], parameter.grad) < 1e-8, name
+            assert relative(result["grads"][key], parameter.grad) < 1e-8, key
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_streaming_equals_one_process(found, size: int, case: tuple[int, int, int]) -> None:
-    every, height, width = case
+def test_streaming_equals_one_process(found, size: int, case: tuple[str, int, int]) -> None:
+    name, height, width = case
     for strip_rows in (1, 5):
-        expected = stream(ranks.build(every), ranks.images(height, width)[0], strip_rows=strip_rows, progress=False)
+        expected = stream(
+            ranks.build(**KWARGS[name]), ranks.images(height, width)[0], strip_rows=strip_rows, progress=False
+        )
         for results in found[size]:
-            assert relative(results[f"stream {every} {height} {width} {strip_rows}"], expected) < 1e-10
+            assert relative(results[f"stream {name} {height} {width} {strip_rows}"], expected) < 1e-10
 
 
 def test_rows_are_shared_out_whole(found) -> None:

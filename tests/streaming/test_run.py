@@ -40,6 +40,29 @@ def test_float64_equals_the_untiled_forward(lively, dynamic_every: int, strip_ro
         assert relative(stream(model, image[0], output="pooled", **kwargs), features.mean((1, 2))) < 1e-10
 
 
+STRATEGIES = [
+    {"linear_predictor": "gap", "conv_predictor": "conv"},
+    {"linear_predictor": "linear", "conv_predictor": "gap"},
+    {"linear_predictor": "nonlinear", "conv_predictor": "amp_dir"},
+    {"linear_predictor": "deep", "conv_predictor": "conv", "pool": 1},
+    {"linear_predictor": "nonlinear", "pool": "7x7"},
+    {"static_weight": False, "normalize": False},
+]
+
+
+@pytest.mark.parametrize("dynamic_every", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: "-".join(map(str, strategy.values())))
+def test_every_strategy_streams_exactly(lively, strategy: dict, dynamic_every: int) -> None:
+    model = lively(dynamic_every=dynamic_every, **strategy).double()
+    for height, width in [(4, 57), (4, 4), (37, 42), (89, 31), (13, 21)]:
+        image = torch.randn(1, 3, height, width, dtype=torch.float64)
+        features, logits = untiled(model, image)
+        for strip_rows in (1, 3, 16):
+            kwargs = {"strip_rows": strip_rows, "progress": False}
+            assert relative(stream(model, image, output="features", **kwargs), features) < 1e-10, (height, width)
+            assert relative(stream(model, image, **kwargs), logits) < 1e-10, (height, width)
+
+
 @pytest.mark.parametrize("name", ["weightformer_micro", "weightformer_tiny"])
 @pytest.mark.parametrize("dynamic_every", [1, 3])
 def test_registered_models_in_both_precisions(name: str, dynamic_every: int) -> None:

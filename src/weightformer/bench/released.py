@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightformer.layers import DepthwiseConv2d, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers import DepthwiseConv2d
 from weightformer.models import WeightFormer
 
 __all__ = ["ReleasedWeightFormer"]
@@ -34,7 +34,7 @@ def _static_conv(conv: DepthwiseConv2d, x_BNC: Tensor, size: tuple[int, int]) ->
     return _to_tokens(nn.Conv2d.forward(conv, _to_map(x_BNC, size)))
 
 
-def _dynamic_conv(conv: DynamicDepthwiseConv2d, x_BNC: Tensor, size: tuple[int, int]) -> Tensor:
+def _dynamic_conv(conv: Any, x_BNC: Tensor, size: tuple[int, int]) -> Tensor:
     x_BCHW = _to_map(x_BNC, size)
     batch, channels, k = len(x_BCHW), conv.channels, conv.kernel_size
     pooled = F.adaptive_avg_pool2d(x_BCHW, k)  # noqa: TID251  # the released order, never exported
@@ -50,7 +50,7 @@ def _dynamic_conv(conv: DynamicDepthwiseConv2d, x_BNC: Tensor, size: tuple[int, 
     return _to_tokens(y.view(batch, channels, *size) + conv.bias[:, None, None])
 
 
-def _dynamic_linear(fc: DynamicLinear, x_BNC: Tensor, size: tuple[int, int]) -> Tensor:
+def _dynamic_linear(fc: Any, x_BNC: Tensor, size: tuple[int, int]) -> Tensor:
     x_BPC = _to_tokens(F.avg_pool2d(_to_map(x_BNC, size), 2))
     a, b = fc.proj(x_BPC).split(fc.ranks, dim=-1)
     left_BPC, right_BPO = F.silu(a) @ fc.w1, F.silu(b) @ fc.w2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from weightformer import ops
 from weightformer.layers.depthwise import DepthwiseConv2d, DynamicDepthwiseConv2d
 from weightformer.layers.dynamic_linear import DynamicLinear
-from weightformer.ops.dispatch import capturing
+from weightformer.ops.dispatch import exporting
 
-__all__ = ["Block"]
+__all__ = ["Block", "untouched"]
 
 _STATIC_PARTS = (DepthwiseConv2d, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear)
 _DYNAMIC_PARTS = (DynamicDepthwiseConv2d, nn.LayerNorm, DynamicLinear, nn.GELU, nn.Linear)
@@ -31,6 +32,9 @@ class Block(nn.Module):
         dynamic: whether the block predicts its weights.
         linear_predictor: see `DynamicLinear`.
         conv_predictor: see `DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `DynamicLinear`.
         drop_path: probability of dropping the MLP branch of an image in training.
     """
 
@@ -42,6 +46,9 @@ class Block(nn.Module):
         dynamic: bool = False,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
         drop_path: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -54,8 +61,9 @@ class Block(nn.Module):
         self.fc1: nn.Module
         if dynamic:
             self.norm1: nn.Module = nn.LayerNorm(dim, eps=1e-6, **dd)
-            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **dd)
-            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, **dd)
+            parts: dict[str, Any] = {"static_weight": static_weight, "normalize": normalize, **dd}
+            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **parts)
+            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, pool=pool, **parts)
         else:
             self.norm1 = nn.Identity()
             self.conv = DepthwiseConv2d(dim, **dd)
@@ -74,14 +82,9 @@ class Block(nn.Module):
         return x + self.drop_path(self.fc2(self.act(self.fc1(self.norm2(x)))))
 
     def _fuses(self) -> bool:
-        """Not in a captured graph, nor where someone hooked, replaced or parametrised a part."""
-        if capturing():
-            return False
+        """See `untouched`."""
         own = _DYNAMIC_PARTS if self.dynamic else _STATIC_PARTS
-        return all(
-            type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-            for module, kind in zip((self.conv, self.norm2, self.fc1, self.act, self.fc2), own, strict=True)
-        )
+        return untouched(dict(zip((self.conv, self.norm2, self.fc1, self.act, self.fc2), own, strict=True)))
 
     def _fused(self, x: Tensor) -> Tensor:
         """`forward` in the ops that compute several of its steps at once."""
@@ -95,3 +98,16 @@ class Block(nn.Module):
         dropping = self.training and not isinstance(self.drop_path, nn.Identity)
         gate = self.drop_path(x.new_ones(len(x), 1, 1, 1)) if dropping else None
         return ops.mlp(x, y, weight, fc1.bias, fc2.weight, fc2.bias, gate=gate, overwrite_y=True)
+
+
+def untouched(parts: Mapping[nn.Module, type[nn.Module]]) -> bool:
+    """Whether an op may read the parameters of these modules, each of the class given, instead of calling them.
+
+    Not in a graph captured to be exported, nor where someone hooked, replaced, parametrised or off-loaded a module.
+    """
+    return not exporting() and all(
+        type(module) is kind
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and "forward" not in vars(module)
+        for module, kind in parts.items()
+    )

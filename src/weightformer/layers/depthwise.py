@@ -12,7 +12,7 @@ from weightformer import ops
 
 __all__ = ["CONV_PREDICTORS", "DepthwiseConv2d", "DynamicDepthwiseConv2d"]
 
-CONV_PREDICTORS = ("adaptive",)
+CONV_PREDICTORS = ("gap", "adaptive", "amp_dir", "conv")
 
 
 class DepthwiseConv2d(nn.Conv2d):
@@ -23,12 +23,12 @@ class DepthwiseConv2d(nn.Conv2d):
         channels: int,
         kernel_size: int = 3,
         *,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, device=device, dtype=dtype
-        )
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=bias, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, H, W, C), same size out."""
@@ -36,15 +36,24 @@ class DepthwiseConv2d(nn.Conv2d):
 
 
 class DynamicDepthwiseConv2d(nn.Module):
-    """A depthwise convolution whose kernel is predicted from the image by spatially adaptive pooling (paper).
+    r"""A depthwise convolution whose kernel is predicted from the image (paper, section 4).
 
-    ``kernel = dK / (||dK|| + 1) + weight`` with ``dK = conv1x1(gelu(conv1x1(region_mean(x))))`` and one norm per image
-    and channel: region (i, j) of the image predicts tap (i, j) of its kernel.
+    ``kernel = dK / (||dK|| + 1) + weight`` with one norm per image and channel. How dK comes from the tokens x is the
+    strategy; ``adaptive`` is the released one, the others are inferred from the paper's figures:
+
+    | predictor | dK (C, K, K) |
+    |---|---|
+    | ``gap`` | ``conv1x1(gelu(conv1x1(mean(x))))``, C to C / 4 to C K K channels |
+    | ``adaptive`` | ``conv1x1(gelu(conv1x1(region_mean(x))))``: region (i, j) of the image predicts tap (i, j) |
+    | ``amp_dir`` | ``a D / \|\|D\|\|``, D as in ``adaptive``, an amplitude a channel ``a = linear(mean(x))`` |
+    | ``conv`` | ``region_mean(dwconv3x3(gelu(dwconv3x3(x))))`` |
 
     Args:
         channels: C.
         kernel_size: K, odd.
-        predictor: how the kernel is predicted, one of `CONV_PREDICTORS`.
+        predictor: the strategy, one of `CONV_PREDICTORS`.
+        static_weight: whether the static part ``weight`` is added.
+        normalize: whether dK is divided by ``||dK|| + 1``.
 
     Raises:
         ValueError: an unknown predictor or an even kernel size.
@@ -56,6 +65,8 @@ class DynamicDepthwiseConv2d(nn.Module):
         kernel_size: int = 3,
         *,
         predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,20 +76,33 @@ class DynamicDepthwiseConv2d(nn.Module):
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, got {kernel_size}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.predictor = predictor
+        self.predictor, self.normalize = predictor, normalize
         self.channels, self.kernel_size = channels, kernel_size
-        self.proj1 = nn.Conv2d(channels, channels, 1, **dd)
-        self.proj2 = nn.Conv2d(channels, channels, 1, bias=False, **dd)
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, kernel_size, **dd))
+        self.proj1: nn.Conv2d
+        self.proj2: nn.Conv2d
+        if predictor == "conv":
+            self.proj1 = DepthwiseConv2d(channels, **dd)
+            self.proj2 = DepthwiseConv2d(channels, bias=False, **dd)
+        else:
+            hidden, taps = (-(-channels // 4), kernel_size**2) if predictor == "gap" else (channels, 1)
+            self.proj1 = nn.Conv2d(channels, hidden, 1, **dd)
+            self.proj2 = nn.Conv2d(hidden, channels * taps, 1, bias=False, **dd)
+        if predictor == "amp_dir":
+            self.amplitude = nn.Linear(channels, channels, **dd)
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, kernel_size, **dd)) if static_weight else None
         self.bias = nn.Parameter(torch.empty(channels, **dd))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """PyTorch's default for the two 1 x 1 convolutions, truncated normal 0.02 for the static kernel and bias."""
+        """PyTorch's default for the convolutions of the predictor, truncated normal 0.02 for all else."""
         self.proj1.reset_parameters()
         self.proj2.reset_parameters()
-        nn.init.trunc_normal_(self.weight, std=0.02)
-        nn.init.trunc_normal_(self.bias, std=0.02)
+        if self.predictor == "amp_dir":
+            nn.init.trunc_normal_(self.amplitude.weight, std=0.02)
+            nn.init.zeros_(self.amplitude.bias)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, H, W, C), same size out."""
@@ -86,14 +110,45 @@ class DynamicDepthwiseConv2d(nn.Module):
 
     def predict(self, x: Tensor) -> Tensor:
         """The kernel (B, C, K, K) that `forward` applies to these tokens (B, H, W, C), in float32 at least."""
-        return self.kernel(ops.region_mean(x, self.kernel_size))
+        if self.predictor == "conv":
+            x = self.proj2(F.gelu(self.proj1(x)))
+        return self.kernel(*(ops.region_mean(x, size) for size in self.region_sizes))
 
-    def kernel(self, region_means: Tensor) -> Tensor:
-        """The kernel (B, C, K, K) predicted from the means (B, K, K, C) of the image's regions."""
-        regions = region_means.permute(0, 3, 1, 2).to(self.proj1.weight.dtype)
-        update = self.proj2(F.gelu(self.proj1(regions)))
-        return ops.normalize_update(ops.wide(update), dim=(2, 3)) + self.weight.squeeze(1)
+    @property
+    def halo(self) -> int:
+        """Rows of tokens above and below a row that its share in the prediction depends on."""
+        return 2 if self.predictor == "conv" else 0
+
+    @property
+    def region_sizes(self) -> tuple[int, ...]:
+        """The numbers of regions a side whose means `kernel` takes; 1 stands for the mean token."""
+        return {"gap": (1,), "amp_dir": (self.kernel_size, 1)}.get(self.predictor, (self.kernel_size,))
+
+    def kernel(self, region_means: Tensor, mean: Tensor | None = None) -> Tensor:
+        """The kernel (B, C, K, K) from the means of the image's regions.
+
+        Args:
+            region_means: (B, n, n, C) for the first n of `region_sizes`: of the tokens or, for ``conv``, of what its
+                two convolutions make of them.
+            mean: the mean token (B, 1, 1, C), for ``amp_dir``.
+        """
+        update = region_means.permute(0, 3, 1, 2).to(self.proj1.weight.dtype)
+        if self.predictor != "conv":
+            update = self.proj2(F.gelu(self.proj1(update)))
+        if self.predictor == "gap":
+            update = update.flatten(1).unflatten(1, (self.channels, self.kernel_size, self.kernel_size))
+        update = ops.wide(update)
+        if mean is not None:
+            amplitude = ops.wide(self.amplitude(mean[:, 0, 0].to(self.amplitude.weight.dtype)))
+            length = torch.linalg.vector_norm(update, dim=(2, 3), keepdim=True).clamp_min(1e-12)
+            update = amplitude[..., None, None] * update / length
+        if self.normalize:
+            update = ops.normalize_update(update, dim=(2, 3))
+        return update if self.weight is None else update + self.weight.squeeze(1)
 
     def extra_repr(self) -> str:
-        """The widths, for ``print(model)``."""
-        return f"channels={self.channels}, kernel_size={self.kernel_size}"
+        """The widths, and what differs from the released layer, for ``print(model)``."""
+        parts = [f"channels={self.channels}", f"kernel_size={self.kernel_size}"]
+        parts += [f"predictor={self.predictor!r}"] * (self.predictor != "adaptive")
+        parts += ["static_weight=False"] * (self.weight is None) + ["normalize=False"] * (not self.normalize)
+        return ", ".join(parts)

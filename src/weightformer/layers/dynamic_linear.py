@@ -10,25 +10,41 @@ from torch import Tensor, nn
 
 from weightformer import ops
 
-__all__ = ["LINEAR_PREDICTORS", "DynamicLinear"]
+__all__ = ["LINEAR_PREDICTORS", "POOLS", "DynamicLinear"]
 
-LINEAR_PREDICTORS = ("bilateral",)
+LINEAR_PREDICTORS = ("gap", "linear", "nonlinear", "deep", "bilateral")
+POOLS = ("1", "2", "7x7")
 
 
 class DynamicLinear(nn.Module):
-    """``Y = X W + bias`` with ``W = dW / (||dW|| + 1) + weight`` predicted by bilateral activation (paper, section 3).
+    """``Y = X W + bias`` with ``W = dW / (||dW|| + 1) + weight`` predicted from the tokens X (paper, section 3).
 
-    ``dW = C^-0.5 / N * (silu(a) w1)^T (silu(b) w2)``, where ``a, b`` are the two halves of one projection of the
-    2 x 2 pooled tokens and N counts the tokens before pooling. At initialisation the predicted part is small: its
-    factors are drawn with standard deviation 0.02.
+    ``dW = scale * A^T D``, where the factors A (P, C) and D (P, O) come from the pooled tokens Xp (P, C). How they do
+    is the strategy; ``bilateral`` is the released one, the others are inferred from the paper's figures:
+
+    | predictor | A | D |
+    |---|---|---|
+    | ``gap`` | as ``bilateral``, with the mean token for Xp (P = 1) | |
+    | ``linear`` | ``Xp w1`` | ``Xp w2`` |
+    | ``nonlinear`` | ``Xp`` | ``silu(Xp Wa) w2`` |
+    | ``deep`` | ``Xp`` | ``silu(silu(Xp Wa) Wb) w2`` |
+    | ``bilateral`` | ``silu(Xp Wa) w1`` | ``silu(Xp Wb) w2`` |
+
+    The projections have biases; those of a left side are C / 4 wide, those of a right side O / 4. At initialisation the
+    predicted part is small: every factor is drawn with standard deviation 0.02.
 
     Args:
         in_features: C; a multiple of 4.
         out_features: O; a multiple of 4.
-        predictor: how the weight is predicted, one of `LINEAR_PREDICTORS`.
+        predictor: the strategy, one of `LINEAR_PREDICTORS`.
+        static_weight: whether the static part ``weight`` is added.
+        normalize: whether dW is divided by ``||dW|| + 1``, one norm per output column.
+        pool: how tokens are pooled for the prediction: 2 averages every 2 x 2 of them (released), 1 takes each as it
+            is, ``"7x7"`` averages over 7 x 7 regions of the grid (the paper's pictures; on 14 x 14 tokens the same
+            as 2).
 
     Raises:
-        ValueError: an unknown predictor, or a width that is no multiple of 4.
+        ValueError: an unknown predictor or pool, a pool for ``gap``, or a width that is no multiple of 4.
     """
 
     def __init__(
@@ -37,35 +53,59 @@ class DynamicLinear(nn.Module):
         out_features: int,
         *,
         predictor: str = "bilateral",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if predictor not in LINEAR_PREDICTORS:
             raise ValueError(f"unknown linear_predictor {predictor!r}; choose one of {', '.join(LINEAR_PREDICTORS)}")
+        if str(pool) not in POOLS:
+            raise ValueError(f"unknown pool {pool!r}; choose one of {', '.join(POOLS)}")
+        if predictor == "gap" and str(pool) != "2":
+            raise ValueError(f"pool={pool!r} does not apply to linear_predictor 'gap', which pools to one token")
         if in_features % 4 or out_features % 4:
             raise ValueError(f"DynamicLinear needs widths that are multiples of 4, got {in_features} -> {out_features}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.predictor = predictor
+        self.predictor, self.normalize, self.pool = predictor, normalize, str(pool)
         self.in_features, self.out_features = in_features, out_features
-        self.ranks = (in_features // 4, out_features // 4)
-        self.proj = nn.Linear(in_features, sum(self.ranks), **dd)
-        self.w1 = nn.Parameter(torch.empty(self.ranks[0], in_features, **dd))
+        left, right = in_features // 4, out_features // 4
+        self.ranks: tuple[int, int]
+        self.w1: nn.Parameter | None = None
+        if predictor in ("gap", "bilateral"):
+            self.ranks = (left, right)
+            self.proj = nn.Linear(in_features, left + right, **dd)
+        elif predictor == "linear":
+            self.ranks = (in_features, in_features)
+        else:
+            self.ranks = (in_features, right)
+            self.proj = nn.Linear(in_features, right, **dd)
+            if predictor == "deep":
+                self.proj2 = nn.Linear(right, right, **dd)
+        if predictor in ("gap", "linear", "bilateral"):
+            self.w1 = nn.Parameter(torch.empty(self.ranks[0], in_features, **dd))
         self.w2 = nn.Parameter(torch.empty(self.ranks[1], out_features, **dd))
-        self.weight = nn.Parameter(torch.empty(in_features, out_features, **dd))
+        self.weight = nn.Parameter(torch.empty(in_features, out_features, **dd)) if static_weight else None
         self.bias = nn.Parameter(torch.empty(out_features, **dd))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The released initialisation: truncated normal 0.02, the bias included; the projection's bias is 0."""
-        for weight in (self.proj.weight, self.w1, self.w2, self.weight, self.bias):
-            nn.init.trunc_normal_(weight, std=0.02)
-        nn.init.zeros_(self.proj.bias)
+        """The released initialisation: truncated normal 0.02, the bias included; the projections' biases are 0."""
+        projections = [module for module in self.children() if isinstance(module, nn.Linear)]
+        for weight in (*(p.weight for p in projections), self.w1, self.w2, self.weight, self.bias):
+            if weight is not None:
+                nn.init.trunc_normal_(weight, std=0.02)
+        for projection in projections:
+            nn.init.zeros_(projection.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, H, W, C) to (B, H, W, O)."""
         left, right = self.factors(x)
-        y = ops.dynamic_linear(x.flatten(1, 2), left, right, self.w1, self.w2, self.weight, self.bias, self.scale(x))
+        y = ops.dynamic_linear(
+            x.flatten(1, 2), left, right, self.w1, self.w2, self.weight, self.bias, self._scale(x), self.normalize
+        )
         return y.unflatten(1, x.shape[1:3])
 
     def predict(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -76,17 +116,48 @@ class DynamicLinear(nn.Module):
             dtype: of the weight; by default float32 at least.
         """
         left, right = self.factors(x)
-        return ops.linear_weight(left, right, self.w1, self.w2, self.weight, self.scale(x), dtype)
+        return ops.linear_weight(left, right, self.w1, self.w2, self.weight, self._scale(x), dtype, self.normalize)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The activated features of the pooled tokens, (B, P, C / 4) and (B, P, O / 4)."""
-        left, right = F.silu(self.proj(ops.pool_2x2(x).flatten(1, 2))).split(self.ranks, dim=-1)
+        """What the tokens (B, H, W, C) contribute to A and D, before w1 and w2: (B, P, R) and (B, P, S)."""
+        if self.regions:
+            pooled = ops.region_mean(x, self.regions).to(x.dtype)
+        else:
+            pooled = ops.pool_2x2(x) if self.pool == "2" else x
+        return self.features(pooled.flatten(1, 2))
+
+    def features(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from pooled tokens (B, P, C)."""
+        if self.predictor == "linear":
+            return pooled, pooled
+        hidden = F.silu(self.proj(pooled))
+        if self.predictor == "nonlinear":
+            return pooled, hidden
+        if self.predictor == "deep":
+            return pooled, F.silu(self.proj2(hidden))
+        left, right = hidden.split(self.ranks, dim=-1)
         return left, right
 
-    def scale(self, x: Tensor) -> float:
-        """``C^-0.5 / N`` for tokens (B, H, W, C)."""
-        return self.in_features**-0.5 / (x.shape[1] * x.shape[2])
+    @property
+    def regions(self) -> int:
+        """Regions a side that tokens are pooled to, whatever the size of the grid; 0 where P grows with the grid."""
+        return 1 if self.predictor == "gap" else 7 if self.pool == "7x7" else 0
+
+    def scale(self, num_tokens: int) -> float:
+        """``C^-0.5 / N`` for N tokens; where they are not pooled by 2 x 2, N is four times the pooled ones instead."""
+        if self.regions:
+            num_tokens = 4 * self.regions**2
+        elif self.pool == "1":
+            num_tokens = 4 * num_tokens
+        return self.in_features**-0.5 / num_tokens
+
+    def _scale(self, x: Tensor) -> float:
+        return self.scale(x.shape[1] * x.shape[2])
 
     def extra_repr(self) -> str:
-        """The widths, for ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        """The widths, and what differs from the released layer, for ``print(model)``."""
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
+        parts += [f"predictor={self.predictor!r}"] * (self.predictor != "bilateral")
+        parts += ["static_weight=False"] * (self.weight is None) + ["normalize=False"] * (not self.normalize)
+        parts += [f"pool={self.pool}"] * (self.pool != "2")
+        return ", ".join(parts)

@@ -27,8 +27,10 @@ StateDict = dict[str, Tensor]
 _Model = TypeVar("_Model", bound=nn.Module)
 _Table = tuple[tuple[str, str], ...]
 
-# (ours, released) for every renamed parameter; in a dynamic block the first group applies, in a static one the second.
+# (ours, released) for every renamed parameter of the backbone and of the denoiser; in a dynamic block the first group
+# applies, in a static one the second.
 _RENAMED_DYNAMIC: _Table = (
+    ("modulation.", "adaLN_modulation.1."),
     ("conv.weight", "dwc.w"),
     ("conv.bias", "dwc.b"),
     ("conv.proj1.", "dwc.wfm.0."),
@@ -40,8 +42,21 @@ _RENAMED_DYNAMIC: _Table = (
     ("fc1.w2", "linear1.w2"),
     ("fc2.", "linear2."),
 )
-_RENAMED_STATIC: _Table = (("conv.", "dwc."), ("fc1.", "linear1."), ("fc2.", "linear2."))
-_RENAMED_OUTSIDE: _Table = (("embed_norm.", "init_norm."),)
+_RENAMED_STATIC: _Table = (
+    ("modulation.", "adaLN_modulation.1."),
+    ("conv.", "dwc."),
+    ("fc1.", "linear1."),
+    ("fc2.", "linear2."),
+)
+_RENAMED_OUTSIDE: _Table = (
+    ("embed_norm.", "init_norm."),
+    ("input_embed.", "x_embedder."),
+    ("time_embed.linear_1.", "t_embedder.mlp.0."),
+    ("time_embed.linear_2.", "t_embedder.mlp.2."),
+    ("label_embed.", "y_embedder.embedding_table."),
+    ("out_modulation.", "final_layer.adaLN_modulation.1."),
+    ("out_proj.", "final_layer.linear."),
+)
 
 _BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 _PREFIXES = re.compile(r"(?:(?:module|_orig_mod|model|ema|averaged)\.)*")

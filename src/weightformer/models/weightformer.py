@@ -80,8 +80,14 @@ class WeightFormer(nn.Module):
         mlp_ratio: hidden width of each MLP over C.
         dynamic_every: block i is dynamic when ``(i + dynamic_every - 1) % dynamic_every == 0``, so 3 makes blocks
             1, 4, 7, ... dynamic; 0 makes every block static.
-        linear_predictor: see `weightformer.layers.DynamicLinear`.
-        conv_predictor: see `weightformer.layers.DynamicDepthwiseConv2d`.
+        linear_predictor: how dynamic blocks predict the weight of their linear layer: ``"gap"``, ``"linear"``,
+            ``"nonlinear"``, ``"deep"`` or ``"bilateral"`` (released); see `weightformer.layers.DynamicLinear`.
+        conv_predictor: likewise for their convolution: ``"gap"``, ``"adaptive"`` (released), ``"amp_dir"`` or
+            ``"conv"``; see `weightformer.layers.DynamicDepthwiseConv2d`.
+        static_weight: whether a predicted weight is added to a static one (ablation).
+        normalize: whether predicted weights are normalised before that (ablation).
+        pool: how tokens are pooled for the linear predictor: 2, 1 or ``"7x7"`` (ablation); see
+            `weightformer.layers.DynamicLinear`.
         drop_rate: dropout before the head.
         drop_path_rate: stochastic depth of the last block; rises linearly from 0 in the first.
 
@@ -104,6 +110,9 @@ class WeightFormer(nn.Module):
         dynamic_every: int = 3,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         device: torch.device | str | None = None,
@@ -129,6 +138,9 @@ class WeightFormer(nn.Module):
                 dynamic=dynamic_every > 0 and (i + dynamic_every - 1) % dynamic_every == 0,
                 linear_predictor=linear_predictor,
                 conv_predictor=conv_predictor,
+                static_weight=static_weight,
+                normalize=normalize,
+                pool=pool,
                 drop_path=drop_path_rate * i / max(depth - 1, 1),
                 **dd,
             )
@@ -149,7 +161,8 @@ class WeightFormer(nn.Module):
         nn.Linear: truncated normal 0.02, bias 0. Convolutions and norms: PyTorch's default. Dynamic layers: static
         weights *and biases* truncated normal 0.02, the rest as above. So a generated linear weight equals its static
         part to within a thousandth at step 0, while a generated kernel is mostly predicted: that part is two to four
-        times the static one (a test measures both).
+        times the static one. The other predictors start likewise: at most a tenth of the static linear weight, and
+        kernels shorter than half the identity that the residual adds to them (a test measures all of this).
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["IMPLEMENTATIONS", "capturing", "implementation", "on_demand", "select"]
+__all__ = ["IMPLEMENTATIONS", "capturing", "exporting", "implementation", "on_demand", "select"]
 
 IMPLEMENTATIONS = ("auto", "reference", "eager", "native", "triton")
 
@@ -101,3 +101,8 @@ def _native_runs(x: Tensor) -> bool:
 def capturing() -> bool:
     """Whether a graph is being captured (compile, export, trace), so that the batch size must stay symbolic."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+
+
+def exporting() -> bool:
+    """Whether a graph is being captured to run elsewhere, so that it must hold plain operators only."""
+    return capturing() and (not torch.compiler.is_compiling() or torch.compiler.is_exporting())

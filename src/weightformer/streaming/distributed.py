@@ -1,7 +1,7 @@
 """One image over several processes, for training and inference: each holds some rows of its tokens.
 
 What crosses between processes is one token row each way per convolution, and per dynamic block the sums over tokens:
-nine region sums and a Gram matrix, whatever the size of the image. Gradients travel the same way back.
+region sums and a Gram matrix, whatever the size of the image. Gradients travel the same way back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightformer.layers import Block
 from weightformer.models import WeightFormer
 from weightformer.ops.dynamic_linear.eager import gram
 from weightformer.streaming.outputs import accumulator_dtype
-from weightformer.streaming.passes import predicted_weight, region_areas, region_sums, segments
+from weightformer.streaming.passes import kernel_means, kernel_sums, predicted_weight, region_sums, segments
 from weightformer.streaming.rows import Rows
 
 __all__ = ["RowParallel"]
@@ -42,7 +42,7 @@ class RowParallel(nn.Module):
         sent: bytes that this process sent in the last forward, by block index, for ``"halo"`` and ``"statistics"``.
 
     Raises:
-        ValueError: the model does not pool, or predicts its weights by something other than sums over tokens.
+        ValueError: the model does not pool, or has a block that is not one of ours.
     """
 
     def __init__(self, model: WeightFormer, group: dist.ProcessGroup | None = None) -> None:
@@ -127,8 +127,12 @@ def _run_block(block: nn.Module, x: Tensor, rows: Rows) -> Tensor:
     x = block.norm1(x)
     window = _Halo.apply(x, rows)
     if block.dynamic:
-        sums = _Sum.apply(region_sums(x, rows.start, rows.height, accumulator_dtype(x.device)), rows)
-        kernel = conv.kernel(sums / region_areas(rows.height, x.shape[2], sums))
+        averaged = x
+        if conv.predictor == "conv":
+            hidden = F.gelu(conv.proj1(window)[:, 1:-1])
+            averaged = conv.proj2(_Halo.apply(hidden, rows))[:, 1:-1]
+        sums = kernel_sums(conv, averaged, rows.start, rows.height, accumulator_dtype(x.device))
+        kernel = conv.kernel(*kernel_means(conv, _Sum.apply(sums, rows), rows.height, x.shape[2]))
         mixed = ops.dynamic_depthwise_conv2d(window, kernel.to(x.dtype), conv.bias)
     else:
         mixed = conv(window)
@@ -140,9 +144,12 @@ def _first_layer(block: Block, x: Tensor, rows: Rows) -> Tensor:
     fc1: Any = block.fc1
     if not block.dynamic:
         return fc1(x)
-    left, right = fc1.factors(x)
-    total = _Sum.apply(gram(left, right).to(accumulator_dtype(x.device)), rows)
-    weight = predicted_weight(block, total, rows.height * x.shape[2])
+    dtype = accumulator_dtype(x.device)
+    if fc1.regions:
+        sums = region_sums(x, rows.start, rows.height, dtype, fc1.regions)
+    else:
+        sums = gram(*fc1.factors(x)).to(dtype)
+    weight = predicted_weight(block, _Sum.apply(sums, rows), rows.height, x.shape[2])
     y = torch.baddbmm(fc1.bias.to(x.dtype), x.flatten(1, 2), weight.to(x.dtype))
     return y.unflatten(1, x.shape[1:3])
 

@@ -4,8 +4,8 @@ A strip is a tensor (n, W, C) of consecutive token rows. The stages below are ge
 strips of the same rows, so that the blocks of a pass chain like function calls. A 3 x 3 convolution waits for the row
 below, hence each stage runs one row behind the one that feeds it and keeps two rows of its input.
 
-What is global in a dynamic block is a sum over tokens: `region_sums` for its kernel, a Gram matrix for its weight. Once
-they are known, the block is a static one, so one stage (`apply_block`) serves both kinds.
+What is global in a dynamic block is a sum over tokens: `region_sums` for its kernel, a Gram matrix or again region sums
+for its weight. Once they are known, the block is a static one, so one stage (`apply_block`) serves both kinds.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ __all__ = [
     "ahead",
     "apply_block",
     "dynamic_weights",
-    "gram_sum",
+    "kernel_means",
+    "kernel_sums",
+    "kernel_tokens",
+    "measure_weight",
     "predicted_weight",
     "region_areas",
     "region_sums",
     "segments",
     "static_weights",
+    "weight_sums_shape",
 ]
 
 Strips = Iterator[Tensor]
@@ -51,33 +55,32 @@ class Segment:
 
     dynamic: Block | None
     static: tuple[Block, ...]
+    following: Block | None = None
+    """The next segment's dynamic block, whose kernel is predicted from this one's tokens."""
 
     @property
     def halo(self) -> int:
         """Rows that the segment needs above and below the rows it computes: one a convolution."""
-        return len(self.static) + (self.dynamic is not None)
+        conv: Any = None if self.following is None else self.following.conv
+        return len(self.static) + (self.dynamic is not None) + (0 if conv is None else conv.halo)
 
 
 def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
     """Split the blocks before each dynamic one; the first segment has none and may be empty.
 
     Raises:
-        ValueError: a block predicts its weights by something other than sums over tokens.
+        ValueError: a block is not one of ours.
     """
     groups: list[tuple[Block | None, list[Block]]] = [(None, [])]
     for i, block in enumerate(blocks):
         if not isinstance(block, Block):
             raise ValueError(f"block {i} is a {type(block).__name__}; only weightformer.layers.Block can be streamed")
-        if not block.dynamic:
+        if block.dynamic:
+            groups.append((block, []))
+        else:
             groups[-1][1].append(block)
-            continue
-        fc1: Any = block.fc1
-        conv: Any = block.conv
-        by = (fc1.predictor, conv.predictor)
-        if by != ("bilateral", "adaptive"):
-            raise ValueError(f"block {i} predicts its weights by {by[0]!r} and {by[1]!r}, which cannot be streamed")
-        groups.append((block, []))
-    return [Segment(dynamic, tuple(static)) for dynamic, static in groups]
+    following = [dynamic for dynamic, _ in groups[1:]] + [None]
+    return [Segment(dynamic, tuple(static), after) for (dynamic, static), after in zip(groups, following, strict=True)]
 
 
 def region_sums(x: Tensor, row: int, height: int, dtype: torch.dtype, size: int = 3) -> Tensor:
@@ -105,6 +108,47 @@ def region_areas(height: int, width: int, like: Tensor, size: int = 3) -> Tensor
     """Tokens in each region (K, K, 1), in the type and on the device of ``like``."""
     (top, bottom), (left, right) = (_region_bounds(side, size, like.device) for side in (height, width))
     return ((bottom - top)[:, None, None] * (right - left)[:, None]).to(like.dtype)
+
+
+def kernel_tokens(conv: Any, strips: Strips, top: bool, bottom: bool) -> Strips:
+    """What a dynamic convolution averages over regions: the tokens, or what its own two convolutions make of them.
+
+    Args:
+        conv: a `weightformer.layers.DynamicDepthwiseConv2d`.
+        strips: consecutive strips of tokens, ``conv.halo`` rows more on either side than wanted.
+        top: as in `apply_block`.
+        bottom: likewise.
+    """
+    if conv.predictor != "conv":
+        return strips
+    first, second = conv.proj1, conv.proj2
+    hidden = _by_window(lambda window: F.gelu(_convolve(window, first.weight, first.bias)), strips, top, bottom)
+    return _by_window(lambda window: _convolve(window, second.weight, second.bias), hidden, top, bottom)
+
+
+def kernel_sums(conv: Any, x: Tensor, row: int, height: int, dtype: torch.dtype) -> Tensor:
+    """All region sums that the kernel of a dynamic convolution is predicted from.
+
+    Args:
+        conv: a `weightformer.layers.DynamicDepthwiseConv2d`.
+        x: what `kernel_tokens` returns, as (B, n, W, C).
+        row: as in `region_sums`; likewise the others.
+        height: see there.
+        dtype: see there.
+
+    Returns:
+        (B, regions, C); `kernel_means` takes it, added up over all rows.
+    """
+    return torch.cat([region_sums(x, row, height, dtype, n).flatten(1, 2) for n in conv.region_sizes], dim=1)
+
+
+def kernel_means(conv: Any, sums: Tensor, height: int, width: int) -> list[Tensor]:
+    """The arguments of ``conv.kernel`` from the sums of `kernel_sums` over the whole grid."""
+    sizes = conv.region_sizes
+    parts = sums.split([n * n for n in sizes], dim=1)
+    return [
+        part.unflatten(1, (n, n)) / region_areas(height, width, part, n) for part, n in zip(parts, sizes, strict=True)
+    ]
 
 
 def _region_bounds(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -140,41 +184,70 @@ def static_weights(block: Block) -> Weights:
     return Weights(conv.weight, conv.bias, block.norm2, fc1.weight, fc1.bias, block.act, block.fc2)
 
 
-def dynamic_weights(block: Block, region_means: Tensor, gram: Tensor | None, tokens: int) -> Weights:
+def dynamic_weights(block: Block, kernel: Tensor, weight: Tensor | None, height: int, width: int) -> Weights:
     """What a dynamic block predicts from the sums over its tokens.
 
     Args:
         block: the block.
-        region_means: (1, 3, 3, C) of the tokens that enter its convolution.
-        gram: (1, C / 4, O / 4) of `gram_sum`; ``None`` while only the convolution is wanted.
-        tokens: N, the number of tokens of the image.
+        kernel: `kernel_sums` of the tokens that enter its convolution.
+        weight: likewise the sums of `measure_weight`; ``None`` while only the convolution is wanted.
+        height: rows of the grid.
+        width: tokens a row.
     """
     conv: Any = block.conv
     fc1: Any = block.fc1
-    kernel = conv.kernel(region_means)[0, :, None].to(conv.bias.dtype)
-    weight = fc1.weight if gram is None else predicted_weight(block, gram, tokens)[0]
-    return Weights(kernel, conv.bias, block.norm2, weight.mT.contiguous(), fc1.bias, block.act, block.fc2)
+    taps = conv.kernel(*kernel_means(conv, kernel, height, width))[0, :, None].to(conv.bias.dtype)
+    predicted = fc1.bias[:0, None] if weight is None else predicted_weight(block, weight, height, width)[0]
+    return Weights(taps, conv.bias, block.norm2, predicted.mT.contiguous(), fc1.bias, block.act, block.fc2)
 
 
-def predicted_weight(block: Block, gram: Tensor, tokens: int) -> Tensor:
-    """The weight (B, C, O) of a dynamic linear layer from its Gram matrix (B, C / 4, O / 4) and the number of tokens.
+def predicted_weight(block: Block, sums: Tensor, height: int, width: int) -> Tensor:
+    """The weight (B, C, O) of a dynamic linear layer from the sums of `measure_weight` over a grid of this size.
 
-    Computed in the type of the Gram matrix, returned in the layer's.
+    Computed in the type of the sums, returned in the layer's.
     """
     fc1: Any = block.fc1
-    w1, w2, static = (weight.to(gram.dtype) for weight in (fc1.w1, fc1.w2, fc1.weight))
-    return weight_from_gram(gram, w1, w2, static, fc1.in_features**-0.5 / tokens).to(fc1.weight.dtype)
+    if fc1.regions:
+        pooled = (sums / region_areas(height, width, sums, fc1.regions)).to(fc1.bias.dtype)
+        sums = gram(*fc1.features(pooled.flatten(1, 2))).to(sums.dtype)
+    w1, w2, static = (None if p is None else p.to(sums.dtype) for p in (fc1.w1, fc1.w2, fc1.weight))
+    assert w2 is not None
+    weight = weight_from_gram(sums, w1, w2, static, fc1.scale(height * width), fc1.normalize)
+    return weight.to(fc1.bias.dtype)
 
 
-def gram_sum(block: Block, weights: Weights, strips: Strips, top: bool, bottom: bool, total: Tensor) -> Tensor:
-    """Add to ``total`` (1, C / 4, O / 4) the Gram matrix of the tokens that enter the block's dynamic linear layer.
+def weight_sums_shape(block: Block) -> tuple[int, ...]:
+    """Shape of what `measure_weight` adds up for one image."""
+    fc1: Any = block.fc1
+    return (fc1.regions, fc1.regions, fc1.in_features) if fc1.regions else fc1.ranks
 
-    The rows must start on an even row of the grid, as 2 x 2 pooling does; an odd last row is dropped, as it is there.
+
+def measure_weight(
+    block: Block, weights: Weights, strips: Strips, top: bool, bottom: bool, row: int, height: int, total: Tensor
+) -> Tensor:
+    """Add to ``total`` what a dynamic linear layer's weight is predicted from, of the tokens that enter the layer.
+
+    That is a Gram matrix of features (1, R, S) or, where the layer pools to a fixed number of regions, their sums. For
+    2 x 2 pooling the rows must start on an even row of the grid; an odd last row is dropped, as it is there.
+
+    Args:
+        block: the block.
+        weights: of its convolution, as from `dynamic_weights`.
+        strips: as in `apply_block`; likewise the next two.
+        top: see there.
+        bottom: see there.
+        row: number of the first row that is measured.
+        height: rows of the whole grid.
+        total: zeros (1, *weight_sums_shape) or what was added up so far.
     """
     fc1: Any = block.fc1
-    for pairs in _row_pairs(_by_window(lambda window: weights.norm(_mix(weights, window)), strips, top, bottom)):
-        left, right = fc1.factors(pairs[None])
-        total += gram(left, right)
+    tokens = _by_window(lambda window: weights.norm(_mix(weights, window)), strips, top, bottom)
+    for strip in _row_pairs(tokens) if fc1.pool == "2" and not fc1.regions else tokens:
+        if fc1.regions:
+            total += region_sums(strip[None], row, height, total.dtype, fc1.regions)
+            row += len(strip)
+        else:
+            total += gram(*fc1.factors(strip[None]))
     return total
 
 
@@ -192,9 +265,14 @@ def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> St
 
 def _mix(weights: Weights, window: Tensor) -> Tensor:
     """``x + conv(x)`` for the inner rows of a window (n + 2, W, C)."""
+    return _convolve(window, weights.kernel, weights.kernel_bias).add_(window[1:-1])
+
+
+def _convolve(window: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """A depthwise convolution with 3 x 3 taps for the inner rows of a window."""
     x = window[None].permute(0, 3, 1, 2)
-    y = F.conv2d(x, weights.kernel, weights.kernel_bias, padding=(0, 1), groups=x.shape[1])
-    return y[0].permute(1, 2, 0).contiguous().add_(window[1:-1])
+    y = F.conv2d(x, kernel, bias, padding=(0, 1), groups=x.shape[1])
+    return y[0].permute(1, 2, 0).contiguous()
 
 
 def _mlp(weights: Weights, x: Tensor) -> Tensor:

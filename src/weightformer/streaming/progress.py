@@ -12,7 +12,7 @@ from torch import Tensor
 from weightformer.layers import Block
 from weightformer.models import WeightFormer
 
-__all__ = ["Meter", "block_work", "embed_work", "gram_work", "progress_bar"]
+__all__ = ["Meter", "block_work", "embed_work", "measure_work", "progress_bar"]
 
 # Normalisation, residuals and convolution are bound by memory: an element costs as much time as so many multiply-adds.
 _ELEMENT = 250
@@ -23,17 +23,19 @@ def embed_work(model: WeightFormer) -> int:
     return model.patch_embed.proj.weight.numel() + _ELEMENT * model.embed_dim
 
 
-def gram_work(block: Block) -> int:
-    """Work of the pass that accumulates a dynamic block's Gram matrix, a token; only every fourth is a pooled one."""
+def measure_work(block: Block) -> int:
+    """Work of the pass that measures what a dynamic block predicts its linear weight from, a token."""
     fc1: Any = block.fc1
     r, s = fc1.ranks
-    return _ELEMENT * fc1.in_features + (fc1.in_features * (r + s) + r * s) // 4
+    features = sum(layer.weight.numel() for layer in fc1.children()) + r * s
+    pooled = 0.0 if fc1.regions else 0.25 if fc1.pool == "2" else 1.0
+    return _ELEMENT * fc1.in_features + int(pooled * features)
 
 
 def block_work(block: Block) -> int:
     """Work to apply a block whose weights are known, a token."""
     fc1: Any = block.fc1
-    return 2 * fc1.weight.numel() + _ELEMENT * fc1.in_features
+    return 2 * fc1.in_features * fc1.out_features + _ELEMENT * fc1.in_features
 
 
 class Meter:

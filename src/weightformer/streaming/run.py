@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from weightformer.streaming.passes import (
     ahead,
     apply_block,
     dynamic_weights,
-    gram_sum,
-    region_areas,
-    region_sums,
+    kernel_sums,
+    kernel_tokens,
+    measure_weight,
     segments,
     static_weights,
+    weight_sums_shape,
 )
-from weightformer.streaming.progress import Meter, block_work, embed_work, gram_work, progress_bar
+from weightformer.streaming.progress import Meter, block_work, embed_work, measure_work, progress_bar
 from weightformer.streaming.rows import Rows
 from weightformer.streaming.sources import Source, open_source
 from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
@@ -130,50 +131,56 @@ class _Run:
         for i, part in enumerate(self.parts):
             measure, apply = 2 * i - 1, 2 * i
             if part.dynamic is not None and finished < measure:
-                statistics["gram"] = self._measure(part, statistics["regions"])
+                statistics["weight"] = self._measure(part, statistics["kernel"])
                 self.tokens.finish_pass(measure, statistics, wrote_tokens=False)
             if finished < apply:
                 statistics = self._apply(i, statistics, sink)
                 if part is not self.parts[-1]:
                     self.tokens.finish_pass(apply, statistics, wrote_tokens=True)
 
-    def _measure(self, part: Segment, regions: Tensor) -> Tensor:
-        """The Gram matrix of a dynamic block."""
+    def _measure(self, part: Segment, kernel: Tensor) -> Tensor:
+        """The sums that a dynamic block predicts its linear weight from."""
         block: Any = part.dynamic
-        weights = dynamic_weights(block, self._region_means(regions), None, self._num_tokens)
+        weights = dynamic_weights(block, kernel, None, self.rows.height, self.width)
         strips, top, bottom = self._stored(halo=1)
-        strips = self.meter.count(strips, gram_work(block) * self.width)
-        total = self._zeros(1, *block.fc1.ranks)
-        return self.rows.sum(gram_sum(block, weights, strips, top, bottom, total))
+        strips = self.meter.count(strips, measure_work(block) * self.width)
+        total = self._zeros(1, *weight_sums_shape(block))
+        start, height = self.rows.start, self.rows.height
+        return self.rows.sum(measure_weight(block, weights, strips, top, bottom, start, height, total))
 
     def _apply(self, index: int, statistics: dict[str, Tensor], sink: Output) -> dict[str, Tensor]:
-        """Run the blocks of a segment; feed the sink after the last one, else return the next block's region sums."""
+        """Run the blocks of a segment; feed the sink after the last one, else return the next block's kernel sums."""
         part, last = self.parts[index], index + 1 == len(self.parts)
         strips, top, bottom = self._embedded(part.halo) if part.dynamic is None else self._stored(part.halo)
         strips = self.meter.count(strips, self._apply_work(part) * self.width)
         if part.dynamic is not None:
-            means = self._region_means(statistics["regions"])
-            weights = dynamic_weights(part.dynamic, means, statistics["gram"], self._num_tokens)
+            sums = statistics["kernel"], statistics["weight"]
+            weights = dynamic_weights(part.dynamic, *sums, self.rows.height, self.width)
             strips = apply_block(weights, strips, top, bottom)
         for block in part.static:
             strips = apply_block(static_weights(block), strips, top, bottom)
-        own = self._own(0 if top else self.rows.start, strips)
+        first = 0 if top else self.rows.start
         if last:
-            for row, strip in own:
+            for row, strip in self._own(first, strips):
                 sink.add(row, self.model.norm(strip))
             return {}
-        following: Any = self.parts[index + 1].dynamic
-        sums = self._zeros(1, 3, 3, self.model.embed_dim)
-        for row, strip in own:
-            strip = following.norm1(strip)
-            sums += region_sums(strip[None], row, self.rows.height, sums.dtype)
-            self.tokens.write(row - self.rows.start, strip)
-        return {"regions": self.rows.sum(sums)}
+        following: Any = part.following
+        conv = following.conv
+        strips = self._kept(0 if top else first - conv.halo, map(following.norm1, strips))
+        total = self._zeros(1, sum(n * n for n in conv.region_sizes), self.model.embed_dim)
+        for row, strip in self._own(first, kernel_tokens(conv, strips, top, bottom)):
+            total += kernel_sums(conv, strip[None], row, self.rows.height, total.dtype)
+        return {"kernel": self.rows.sum(total)}
 
-    def _region_means(self, totals: Tensor) -> Tensor:
-        return totals / region_areas(self.rows.height, self.width, totals)
+    def _kept(self, row: int, strips: Iterable[Tensor]) -> Strips:
+        """The same strips, which begin at ``row``; the rows of this process are stored as they pass."""
+        for strip in strips:
+            for start, own in self._own(row, [strip]):
+                self.tokens.write(start - self.rows.start, own)
+            row += len(strip)
+            yield strip
 
-    def _own(self, row: int, strips: Strips) -> Iterator[tuple[int, Tensor]]:
+    def _own(self, row: int, strips: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Of strips that begin at ``row``, the rows of this process, with the number of each strip's first one."""
         for strip in strips:
             first, last = max(row, self.rows.start), min(row + len(strip), self.rows.stop)
@@ -203,10 +210,6 @@ class _Run:
         start, stop = max(self.rows.start - halo, 0), min(self.rows.stop + halo, self.rows.height)
         return embedded(self.model, self.image, start, stop, self.strip_rows), start == 0, stop == self.rows.height
 
-    @property
-    def _num_tokens(self) -> int:
-        return self.rows.height * self.width
-
     def _zeros(self, *shape: int) -> Tensor:
         device = self.model.patch_embed.proj.weight.device
         return torch.zeros(shape, dtype=accumulator_dtype(device), device=device)
@@ -216,7 +219,9 @@ class _Run:
         part, measures = self.parts[(number + 1) // 2], number % 2 == 1
         halo = 1 if measures else part.halo
         count = min(self.rows.stop + halo, self.rows.height) - max(self.rows.start - halo, 0)
-        return count * self.width * (gram_work(part.dynamic) if measures and part.dynamic else self._apply_work(part))
+        return (
+            count * self.width * (measure_work(part.dynamic) if measures and part.dynamic else self._apply_work(part))
+        )
 
     def _apply_work(self, part: Segment) -> int:
         blocks = part.static if part.dynamic is None else (part.dynamic, *part.static)

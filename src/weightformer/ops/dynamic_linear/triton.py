@@ -235,18 +235,35 @@ predicted_weight.register_autograd(_weight_backward, setup_context=_weight_setup
 
 
 def linear_weight(
-    left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, scale: float, dtype: torch.dtype | None = None
+    left: Tensor,
+    right: Tensor,
+    w1: Tensor | None,
+    w2: Tensor,
+    static: Tensor | None,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    normalize: bool = True,
 ) -> Tensor:
-    check(left, right, w1, w2, static)
+    check(left, right, w2)
     dtype = dtype or torch.float32
-    if w1.shape[1] > 1024:  # the update's columns no longer fit in registers
-        return eager.weight_from_gram(gram(left, right), w1, w2, static, scale).to(dtype)
+    # The update's columns must fit in registers, and the kernel knows the released form alone.
+    if w1 is None or static is None or not normalize or w1.shape[1] > 1024:
+        return eager.weight_from_gram(gram(left, right), w1, w2, static, scale, normalize).to(dtype)
+    check(w1, static)
     return predicted_weight(gram(left, right), w1, w2, static, scale, dtype)
 
 
 def dynamic_linear(
-    x: Tensor, left: Tensor, right: Tensor, w1: Tensor, w2: Tensor, static: Tensor, bias: Tensor, scale: float
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    w1: Tensor | None,
+    w2: Tensor,
+    static: Tensor | None,
+    bias: Tensor,
+    scale: float,
+    normalize: bool = True,
 ) -> Tensor:
     check(x)
-    weight = linear_weight(left, right, w1, w2, static, scale, x.dtype)
+    weight = linear_weight(left, right, w1, w2, static, scale, x.dtype, normalize)
     return torch.baddbmm(bias.to(x.dtype), x, weight)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightformer.ops.dispatch import capturing
+from weightformer.ops.dispatch import capturing, exporting
 from weightformer.ops.mlp import reference
 from weightformer.ops.precision import autocasting
 from weightformer.ops.products import product, too_small
@@ -36,11 +36,28 @@ def mlp(
     approximate: str,
     overwrite_y: bool = False,
 ) -> Tensor:
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))
+    if capturing() and x.device.type == "cpu" and not (exporting() or learns or autocasting(x)):
+        return _compiled(x, y, w1, b1, w2, b2, gate, approximate)
     if x.device.type != "cpu" or x.numel() == 0 or autocasting(x) or capturing() or _too_small(x, w1):
         return reference.mlp(x, y, w1, b1, w2, b2, gate, approximate)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, w1, b1, w2, b2))
     form: Callable[..., Tensor] = _RowBlocks.apply if learns else partial(forward_blocks, overwrite_y=overwrite_y)
     return in_groups(form, x, y, w1, b1, w2, b2, gate, approximate)
+
+
+@torch.library.custom_op("weightformer::mlp_row_blocks", mutates_args=(), device_types="cpu")
+def _compiled(
+    x: Tensor, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor | None, approximate: str
+) -> Tensor:
+    """`mlp` as one node of a compiled graph: the compiler would send the products to the slower library."""
+    return mlp(x, y, w1, b1, w2, b2, gate, approximate)
+
+
+@_compiled.register_fake
+def _(
+    x: Tensor, y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor | None, approximate: str
+) -> Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
 def _too_small(x: Tensor, w1: Tensor) -> bool:

@@ -18,7 +18,7 @@ from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import eval_transform, find_images, read_image
 from weightformer.tasks.classification.module import ClassificationModule
-from weightformer.tasks.classification.run import normalization, without_start_weights
+from weightformer.training.runs import normalization, without_start_weights
 
 __all__ = ["PREDICT_ARGUMENTS", "Prediction", "iter_predictions", "predict", "write_predictions"]
 

@@ -238,16 +238,22 @@ class UperNet(nn.Module):
         backbone = cast(Any, self.backbone)
         return self.neck(backbone.forward_intermediates(images, indices=self.indices, intermediates_only=True))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (B, in_chans, height, width) to logits (B, K, height, width)."""
-        return self._to_image(self.decode_head(self.pyramid(images)), images)
+    def forward(self, images: Tensor, *, auxiliary: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Images (B, in_chans, height, width) to logits (B, K, height, width).
 
-    def forward_with_auxiliary(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits of both heads, (B, K, height, width) each; None for the second if there is no such head."""
+        Args:
+            images: of any size.
+            auxiliary: return the auxiliary head's logits beside them.
+
+        Raises:
+            ValueError: there is no auxiliary head.
+        """
         maps = self.pyramid(images)
         logits = self._to_image(self.decode_head(maps), images)
+        if not auxiliary:
+            return logits
         if self.aux_head is None:
-            return logits, None
+            raise ValueError("this model was built without an auxiliary head")
         return logits, self._to_image(self.aux_head(maps[self._aux_map]), images)
 
     def _to_image(self, logits: Tensor, images: Tensor) -> Tensor:
