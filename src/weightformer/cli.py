@@ -138,14 +138,10 @@ def _info(argv: list[str]) -> int:
     parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
     parser.add_argument("--in_chans", type=int, help="channels of the image (default 3) or latent (default: its own)")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="constructor arguments as JSON")
-    tasks = ("classification", "detection")
-    parser.add_argument("--task", choices=tasks, default=tasks[0], help="detection counts the backbone and its pyramid")
+    homes = {"classification": "weightformer.analysis.info", "detection": "weightformer.tasks.detection.info"}
+    parser.add_argument("--task", choices=homes, default="classification", help="detection: backbone and pyramid")
     args = parser.parse_args(argv)
-    if args.task == "detection":
-        from weightformer.tasks.detection.info import describe
-    else:
-        from weightformer.analysis.info import describe
-
+    describe = _import(homes[args.task], args.task).describe
     print(describe(args.model, args.size, in_chans=args.in_chans, **args.kwargs))
     return 0
 
@@ -171,7 +167,7 @@ def _data(argv: list[str]) -> int:
         return 0
     if argv[0] not in DATA:
         raise ValueError(f"no data set {argv[0]!r}; choose one of {names}")
-    importlib.import_module(DATA[argv[0]]).main(argv[1:])
+    _import(DATA[argv[0]], "train").main(argv[1:])
     return 0
 
 
@@ -210,12 +206,17 @@ def _recipe(argv: Sequence[str], stored: bool = False) -> tuple[Any, Mapping[str
     name = known.task or content.get("task") or (_stored_task(argv) if stored else None) or "classification"
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; choose one of {', '.join(TASKS)}")
+    return _import(TASKS[name], "train" if name == "classification" else name), content, known.config or ""
+
+
+def _import(module: str, extra: str) -> Any:
+    """A module of the package that needs the packages of an extra."""
     try:
-        return importlib.import_module(TASKS[name]), content, known.config or ""
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("weightformer"):
             raise
-        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[train]'") from error
+        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[{extra}]'") from error
 
 
 def _stored_task(argv: Sequence[str]) -> str | None:
