@@ -15,13 +15,29 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
+from weightformer.config import Arguments
 from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import eval_transform, find_images, read_image
 from weightformer.tasks.classification.module import ClassificationModule
-from weightformer.tasks.classification.run import normalization, without_start_weights
+from weightformer.training.runs import normalization, without_start_weights
 
-__all__ = ["Classifier", "Prediction", "iter_predictions", "load_model", "predict", "ranked", "write_predictions"]
+__all__ = [
+    "PREDICT_ARGUMENTS",
+    "Classifier",
+    "Prediction",
+    "iter_predictions",
+    "load_model",
+    "predict",
+    "ranked",
+    "write_predictions",
+]
+
+# Options of the command line that `predict` takes as keywords.
+PREDICT_ARGUMENTS: Arguments = [
+    (("--save",), {"metavar": "FILE", "help": "write to this .csv or .json file instead of the terminal"}),
+    (("--top_k",), {"type": int, "default": 5, "help": "classes to report for an image"}),
+]
 
 
 @dataclass
