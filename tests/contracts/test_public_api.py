@@ -55,6 +55,8 @@ PUBLIC = {
     "weightformer.ops.native": {"build"},
     "weightformer.streaming": {"RowParallel", "Source", "open_source", "stream"},
     "weightformer.tasks.classification": {"Config", "evaluate", "predict", "train"},
+    "weightformer.tasks.detection": {"Config", "evaluate", "predict", "train"},
+    "weightformer.tasks.segmentation": {"Config", "evaluate", "predict", "train"},
 }
 MODELS = {"weightformer_micro", "weightformer_tiny", "weightformer_small", "weightformer_base"}
 BASELINES = {f"pvt_v1_{size}" for size in ("tiny", "small", "medium", "large")}

@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_recipes_are_there() -> None:
     named = {"digits", "fashion_mnist", "finetune", "imagenet_tiny", "imagenet_small", "imagenet_base"}
+    named |= {f"coco_{head}_{size}" for head in ("mask", "cascade") for size in ("tiny", "small")} | {
+        "scenes_detection"
+    }
+    named |= {"ade20k_upernet_tiny", "ade20k_upernet_small", "scenes_segmentation"}
     assert set(recipes()) >= named
 
 

@@ -112,7 +112,15 @@ class DenoiserBlock(nn.Module):
         if untouched({fc1: DynamicLinear if self.dynamic else nn.Linear, self.act: nn.GELU, self.fc2: nn.Linear}):
             weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
             return ops.mlp(
-                x, y, weight, fc1.bias, self.fc2.weight, self.fc2.bias, gate=gate2, approximate=self.act.approximate
+                x,
+                y,
+                weight,
+                fc1.bias,
+                self.fc2.weight,
+                self.fc2.bias,
+                gate=gate2,
+                approximate=self.act.approximate,
+                overwrite_y=True,
             )
         return x + gate2 * self.fc2(self.act(fc1(y)))
 
@@ -169,6 +177,8 @@ class ConditionalDenoiser(ModelMixin, ConfigMixin):
             )
         self.register_to_config(out_channels=predicted)
         self.gradient_checkpointing = False
+        self.label_dropout = class_dropout_prob
+        """Share of labels dropped in training; 0 where the caller drops them itself."""
         height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
         self.grid = (-(-height // patch_size), -(-width // patch_size))
 
@@ -263,8 +273,8 @@ class ConditionalDenoiser(ModelMixin, ConfigMixin):
                 f"class labels {labels.tolist()} are not all between 0 and {rows - 1}"
                 + (f" ({null} is the null class)" if rows > null else "; this model has no null class")
             )
-        if self.training and self.config.class_dropout_prob > 0:
-            dropped = torch.rand(len(labels), device=labels.device) < self.config.class_dropout_prob
+        if self.training and self.label_dropout > 0:
+            dropped = torch.rand(len(labels), device=labels.device) < self.label_dropout
             labels = labels.masked_fill(dropped, null)
         return self.label_embed(labels).expand(batch, -1)
 
@@ -306,6 +316,7 @@ class WeightFormerDenoiser(ConditionalDenoiser):
 
     _no_split_modules = ["DenoiserBlock"]  # noqa: RUF012 - diffusers declares them so
     _repeated_blocks = ["DenoiserBlock"]  # noqa: RUF012
+    _skip_layerwise_casting_patterns = [r"conv\.proj"]  # noqa: RUF012 - what enters them is cast to their weight's dtype
 
     @register_to_config
     def __init__(
