@@ -253,6 +253,23 @@ def _data(argv: list[str]) -> int:
     return 0
 
 
+_BENCH_STREAM: Any = (("--stream",), {"action": "store_true", "help": "large images instead: see --stream --help"})
+
+
+def _bench_large(argv: list[str]) -> int:
+    """Measure memory and time against megapixels: streamed, untiled, and DeiT; writes CSV, a log and a picture."""
+    from weightformer.bench.large import LargeConfig, measure_large, plot, show
+
+    if _wants_help(argv):
+        return _help("bench --stream [--KEY VALUE ...]", _bench_large, LargeConfig, [_BENCH_STREAM])
+    config = parse_config(LargeConfig, argv=argv)
+    show(measure_large(config))
+    table = Path(config.output) / "large_images.csv"
+    plot(table, table.with_suffix(".svg"))
+    print(f"written to {config.output}")
+    return 0
+
+
 def _demo(argv: list[str]) -> int:
     """Train, evaluate and predict on handwritten digits in three minutes, and write an illustrated report."""
     parser = PlainParser(prog="weightformer demo", description=_demo.__doc__)
