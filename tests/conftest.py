@@ -51,13 +51,15 @@ def lively_micro() -> Callable[..., nn.Module]:
 
     At initialisation the predicted part of a linear weight is tiny, so a test could miss that it is wrong.
     """
+    std = {"proj.weight": 0.125, "proj2.weight": 0.125, "w1": 1.0, "w2": 1.0}
 
     def build(**kwargs: Any) -> nn.Module:
         model = timm.create_model("weightformer_micro", **kwargs).eval()
         for module in model.modules():
             if isinstance(module, DynamicLinear):
-                for parameter, std in ((module.proj.weight, 0.125), (module.w1, 1.0), (module.w2, 1.0)):
-                    nn.init.normal_(parameter, std=std)
+                for name, parameter in module.named_parameters():
+                    if name in std:
+                        nn.init.normal_(parameter, std=std[name])
         return model
 
     return build

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,12 +59,25 @@ def test_arguments_reach_their_part() -> None:
     for name in ("linear_predictor", "conv_predictor"):
         with pytest.raises(ValueError, match=f"unknown {name} 'x'"):
             Block(8, dynamic=True, **{name: "x"})
+    block = Block(8, dynamic=True, static_weight=False, normalize=False, pool="7x7")
+    assert (block.conv.weight, block.fc1.weight, block.fc1.pool) == (None, None, "7x7")
+    assert not block.conv.normalize
+    assert not block.fc1.normalize
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_fused_and_plain_blocks_are_one_function(dynamic: bool) -> None:
+BLOCKS = [
+    {},
+    {"dynamic": True},
+    {"dynamic": True, "linear_predictor": "deep", "conv_predictor": "conv"},
+    {"dynamic": True, "linear_predictor": "gap", "conv_predictor": "amp_dir", "static_weight": False},
+    {"dynamic": True, "linear_predictor": "linear", "conv_predictor": "gap", "pool": 1, "normalize": False},
+]
+
+
+@pytest.mark.parametrize("kwargs", BLOCKS, ids=lambda kwargs: "-".join(map(str, kwargs.values())) or "static")
+def test_fused_and_plain_blocks_are_one_function(kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    block = Block(8, dynamic=dynamic, drop_path=0.5).train()
+    block = Block(8, drop_path=0.5, **kwargs).train()
     x = torch.randn(5, 3, 5, 8)
     results = []
     for fuses in (True, False):

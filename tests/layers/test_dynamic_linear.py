@@ -205,6 +205,16 @@ def test_weights_are_predicted_in_float32_under_autocast(kwargs: dict[str, Any])
         assert layer(x).dtype == torch.bfloat16
 
 
+@each_layer
+def test_sums_over_many_large_tokens_stay_finite_in_float16(kwargs: dict[str, Any]) -> None:
+    """``X^T X`` of so many tokens exceeds 65504 by far; in float32 and divided by their number it does not."""
+    layer, x = make_layer(torch.float32, **kwargs), 20 * torch.randn(1, 64, 64, 8) + 20
+    with torch.autocast("cpu", dtype=torch.float16):
+        weight = layer.predict(x)
+    assert weight.isfinite().all()
+    assert (weight - layer.predict(x)).abs().max() < 0.02 * weight.abs().max()
+
+
 @pytest.mark.parametrize("predictor", LINEAR_PREDICTORS)
 def test_initialisation(predictor: str) -> None:
     layer = DynamicLinear(256, 1024, predictor=predictor)

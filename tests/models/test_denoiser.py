@@ -16,7 +16,13 @@ from torch import Tensor, nn
 import weightformer
 from parity import assert_close, relative_error
 from weightformer import ops
-from weightformer.layers import DepthwiseConv2d, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers import (
+    CONV_PREDICTORS,
+    LINEAR_PREDICTORS,
+    DepthwiseConv2d,
+    DynamicDepthwiseConv2d,
+    DynamicLinear,
+)
 from weightformer.models import WeightFormerDenoiser, create_denoiser
 from weightformer.models.checkpoint import load_weights, save_weights
 from weightformer.models.denoiser import DENOISERS, DenoiserBlock, sincos_positions
@@ -39,8 +45,9 @@ def lively(**kwargs: Any) -> WeightFormerDenoiser:
             nn.init.normal_(parameter, std=0.1)
     for module in model.modules():
         if isinstance(module, DynamicLinear):
-            for parameter, std in ((module.proj.weight, 0.125), (module.w1, 1.0), (module.w2, 1.0)):
-                nn.init.normal_(parameter, std=std)
+            for name, std in (("proj.weight", 0.125), ("w1", 1.0), ("w2", 1.0)):
+                if (parameter := dict(module.named_parameters()).get(name)) is not None:
+                    nn.init.normal_(parameter, std=std)
     return model
 
 
@@ -313,6 +320,17 @@ def test_every_parameter_gets_a_gradient(class_dropout_prob: float) -> None:
     assert model.label_embed.num_embeddings == (11 if class_dropout_prob else 10)
 
 
+@pytest.mark.parametrize("linear_predictor", LINEAR_PREDICTORS)
+@pytest.mark.parametrize("conv_predictor", CONV_PREDICTORS)
+def test_every_predictor_serves_the_denoiser(linear_predictor: str, conv_predictor: str) -> None:
+    model = lively(linear_predictor=linear_predictor, conv_predictor=conv_predictor, depth=2)
+    x, t, y = inputs(2, 8, 10)
+    out = model(x, t, y).sample
+    out.square().sum().backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert relative_error(model(x[:1], t[:1], y[:1]).sample, out[:1]) < 1e-5
+
+
 def test_gradient_checkpointing_changes_memory_only() -> None:
     model, (x, t, y) = lively(class_dropout_prob=0.5).train(), inputs(4)
     calls, results = [], []
@@ -364,6 +382,14 @@ def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
         out.float().square().mean().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
         model.float()
+
+
+def test_weights_may_be_stored_in_half_precision() -> None:
+    model, given = lively(), inputs(2)
+    expected = model(*given).sample
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    assert model.blocks[1].fc2.weight.dtype == torch.bfloat16
+    assert 1e-6 < relative_error(model(*given).sample, expected) < 5e-2
 
 
 def test_compiles_without_a_break_and_with_free_sizes() -> None:

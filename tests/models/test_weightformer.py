@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import assert_close
 from weightformer import ops
-from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers import (
+    CONV_PREDICTORS,
+    LINEAR_PREDICTORS,
+    Block,
+    DynamicDepthwiseConv2d,
+    DynamicLinear,
+)
 from weightformer.models import WeightFormer
 from weightformer.models.checkpoint import load_weights
 
@@ -100,6 +106,8 @@ def test_which_blocks_are_dynamic() -> None:
     assert dynamic(dynamic_every=0) == []
     assert dynamic(depth=4, dynamic_every=1) == [0, 1, 2, 3]
     assert dynamic(depth=6, dynamic_every=2) == [1, 3, 5]
+    assert dynamic(depth=9, dynamic_every=4) == [1, 5]
+    assert dynamic(depth=13, dynamic_every=6) == [1, 7]
 
 
 # The registry
@@ -176,6 +184,7 @@ def test_wrong_arguments_are_not_reported_as_a_failed_download() -> None:
         ({"embed_dim": 66}, "multiples of 4, got 66"),
         ({"linear_predictor": "x"}, "unknown linear_predictor 'x'"),
         ({"conv_predictor": "x"}, "unknown conv_predictor 'x'"),
+        ({"pool": 3}, "unknown pool 3"),
     ],
 )
 def test_arguments_out_of_range(kwargs: dict[str, object], message: str) -> None:
@@ -476,6 +485,171 @@ def test_implementations_agree_in_value_and_gradient(lively_micro: Build, images
     for name in IMPLEMENTATIONS[1:]:
         for key, value in found[name].items():
             assert_close(value, found["auto"][key], 1e-10, f"{name} {key}")
+
+
+# Strategies and ablations
+
+STRATEGIES = [
+    *({"linear_predictor": name} for name in LINEAR_PREDICTORS if name != "bilateral"),
+    *({"conv_predictor": name} for name in CONV_PREDICTORS if name != "adaptive"),
+    {"static_weight": False},
+    {"normalize": False},
+    {"pool": 1},
+    {"pool": "7x7"},
+]
+each_strategy = pytest.mark.parametrize(
+    "strategy", STRATEGIES, ids=lambda strategy: "-".join(map(str, *strategy.items()))
+)
+
+
+def shrunk_sides(strategy: dict[str, object]) -> float:
+    """Predicted linear weights of `lively_micro` that are neither normalised nor small would drown the rest."""
+    return 0.3 if strategy.get("normalize") is False else 1.0
+
+
+def lively_strategy(lively_micro: Build, strategy: dict[str, object], **kwargs: object) -> WeightFormer:
+    torch.manual_seed(0)
+    model = lively_micro(**({"depth": 3} | strategy | kwargs))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, DynamicLinear):
+                module.w2.mul_(shrunk_sides(strategy))
+    return model
+
+
+def test_every_strategy_is_another_function(lively_micro: Build, images: Images) -> None:
+    x = images(2, 3, 36, 28)
+    seen = [lively_strategy(lively_micro, strategy)(x) for strategy in ({}, *STRATEGIES)]
+    for i, logits in enumerate(seen):
+        assert logits.isfinite().all()
+        assert not any(torch.allclose(logits, other, rtol=1e-3, atol=1e-4) for other in seen[:i]), STRATEGIES[i - 1]
+
+
+@each_strategy
+def test_strategies_train_on_any_size(strategy: dict[str, object], lively_micro: Build, images: Images) -> None:
+    model = lively_strategy(lively_micro, strategy).train()
+    for size in ((3, 28, 20), (2, 5, 13), (1, 9, 44)):
+        model.zero_grad()
+        logits = model(images(size[0], 3, *size[1:]))
+        (logits * torch.randn_like(logits)).sum().backward()
+        assert all(grad is not None and grad.isfinite().all() and grad.any() for grad in gradients(model).values())
+    empty = model(images(0, 3, 28, 20))
+    assert empty.shape == (0, 10)
+    empty.sum().backward()
+
+
+@each_strategy
+def test_strategies_keep_images_apart(strategy: dict[str, object], lively_micro: Build, images: Images) -> None:
+    model, x = lively_strategy(lively_micro, strategy), images(3, 3, 28, 20)
+    changed = x.clone()
+    changed[1] = -changed[1] * 5
+    assert torch.equal(model(changed)[[0, 2]], model(x)[[0, 2]])
+    torch.testing.assert_close(torch.cat([model(image[None]) for image in x]), model(x), rtol=1e-4, atol=1e-5)
+
+
+@each_strategy
+def test_strategies_see_the_whole_image(strategy: dict[str, object], lively_micro: Build, images: Images) -> None:
+    """One far corner reaches the other: what a static model of three blocks cannot do."""
+    x = images(1, 3, 80, 80)
+    changed = x.clone()
+    changed[..., :4, :4] *= -3
+
+    def moved(model: WeightFormer) -> float:
+        with torch.no_grad():
+            return (model.forward_features(changed) - model.forward_features(x))[:, -1, -1].abs().max().item()
+
+    assert moved(lively_strategy(lively_micro, strategy)) > 1e-5
+    assert moved(lively_micro(depth=3, dynamic_every=0)) == 0
+
+
+@each_strategy
+def test_strategies_agree_across_implementations(
+    strategy: dict[str, object], lively_micro: Build, images: Images
+) -> None:
+    model, x = lively_strategy(lively_micro, strategy).double(), images(2, 3, 28, 20).double()
+    with torch.no_grad():
+        fast = model(x)
+        with ops.implementation("reference"):
+            assert_close(fast, model(x), 1e-10)
+
+
+@each_strategy
+def test_features_of_strategies(strategy: dict[str, object], images: Images) -> None:
+    model = timm.create_model("weightformer_micro", features_only=True, out_indices=(0, 2), depth=3, **strategy)
+    assert [tuple(f.shape) for f in model(images(2, 3, 24, 20))] == [(2, 64, 6, 5)] * 2
+
+
+# Between them all strategies and switches: capture takes seconds a model.
+COMBINED = [
+    {"linear_predictor": "gap", "conv_predictor": "gap", "static_weight": False},
+    {"linear_predictor": "linear", "conv_predictor": "amp_dir", "pool": "7x7"},
+    {"linear_predictor": "nonlinear", "conv_predictor": "conv"},
+    {"linear_predictor": "deep", "pool": 1, "normalize": False},
+]
+each_combination = pytest.mark.parametrize("strategy", COMBINED, ids=lambda s: "-".join(map(str, s.values())))
+
+
+@each_combination
+def test_strategies_compile_as_one_graph(strategy: dict[str, object], lively_micro: Build, images: Images) -> None:
+    torch._dynamo.reset()
+    model, x = lively_strategy(lively_micro, strategy, depth=2).double().train(), images(2, 3, 24, 20).double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model(x).square().sum().backward()
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    compiled(x).square().sum().backward()
+    for name, grad in gradients(model).items():
+        assert_close(grad, expected[name], 1e-9, name)
+
+
+@each_combination
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning")
+def test_strategies_export_with_free_sizes_and_trace(
+    strategy: dict[str, object], lively_micro: Build, images: Images
+) -> None:
+    model, auto = lively_strategy(lively_micro, strategy, depth=2).double(), torch.export.Dim.AUTO
+    example = images(2, 3, 32, 40).double()
+    exported = torch.export.export(model, (example,), dynamic_shapes=({0: auto, 2: auto, 3: auto},)).module()
+    traced = torch.jit.trace(model, example)
+    with torch.no_grad():
+        for size in ((2, 32, 40), (1, 32, 32), (5, 64, 48), (2, 30, 21)):
+            x = images(size[0], 3, *size[1:]).double()
+            assert_close(exported(x), model(x), 1e-10)
+        assert_close(traced(-example), model(-example), 1e-7)  # a traced scale is a float32 tensor
+
+
+@each_combination
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_strategies_stay_finite_in_half_precision(
+    dtype: torch.dtype, strategy: dict[str, object], lively_micro: Build, images: Images
+) -> None:
+    model = lively_strategy(lively_micro, strategy, patch_size=16, depth=2).train()
+    with torch.autocast("cpu", dtype=dtype):
+        logits = model(images(1, 3, 256, 256) * 50)
+    logits.float().square().sum().backward()
+    assert logits.isfinite().all()
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "static_weight" not in s], ids=str)
+def test_weights_of_strategies_do_not_grow_with_the_image(
+    strategy: dict[str, object], lively_micro: Build, images: Images
+) -> None:
+    model = lively_strategy(lively_micro, strategy, patch_size=16, depth=2)
+    small, large = (predicted_parts(model, images(1, 3, side, side)) for side in (224, 1024))
+    for name in small:
+        assert 0.3 < large[name][0] / small[name][0] < 3, name
+
+
+def test_strategies_start_with_small_predicted_parts(images: Images) -> None:
+    """What `init_weights` says of them."""
+    for strategy in STRATEGIES[:-4]:
+        model = timm.create_model("weightformer_micro", depth=5, **strategy).eval()
+        for layer, (ratio, weight) in predicted_parts(model, images(2, 3, 64, 64)).items():
+            if layer.endswith("fc1"):
+                assert 0 < ratio < 0.1, (strategy, layer, ratio)
+            else:
+                assert weight.flatten(2).norm(dim=2).mean() < 0.5, (strategy, layer)
 
 
 # Memory, copies, devices

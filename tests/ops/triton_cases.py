@@ -199,6 +199,20 @@ def test_linear_weight(batch: int, pooled: int, c: int, o: int, dtype: torch.dty
     assert_parity(on_device(form), linear_reference.linear_weight, inputs, F32, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("lacking", [{"w1": None}, {"static": None}, {"normalize": False}], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_linear_weight_of_other_strategies(dtype: torch.dtype, lacking: dict[str, Any]) -> None:
+    """The Gram matrix comes from the kernel, the rest from the eager form."""
+
+    def form(left: Tensor, right: Tensor, *rest: Any) -> Tensor:
+        return ops.linear_weight(left.to(dtype), right.to(dtype), *rest)
+
+    inputs = linear_inputs(2, 300, 24, 96, dtype) | {"dtype": None, "normalize": True} | lacking
+    if "w1" in lacking:
+        inputs["left"] = draw(2, 300, 24, dtype=dtype)
+    assert_parity(on_device(form), linear_reference.linear_weight, inputs, F32, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_linear_weight_in_the_dtype_of_the_product(dtype: torch.dtype) -> None:
     inputs = linear_inputs(2, 20, 24, 96, F32)

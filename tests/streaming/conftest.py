@@ -19,7 +19,7 @@ def lively() -> Callable[..., WeightFormer]:
         model = WeightFormer(**({"embed_dim": 32, "depth": 5, "patch_size": 4, "num_classes": 7} | kwargs)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                std = 1.5 if any(part in name for part in ("fc1.proj", "w1", "w2", "conv.proj")) else 0.3
+                std = 1.5 if any(part in name for part in ("fc1.proj", "w1", "w2", "conv.proj", "amplitude")) else 0.3
                 parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
         return model
 

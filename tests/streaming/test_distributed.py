@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,13 +18,19 @@ from streaming import ranks
 from weightformer.streaming import RowParallel, stream
 from weightformer.streaming.rows import split_rows
 
-CASES = [(every, *size) for every in ranks.EVERY for size in ranks.SIZES]
+CASES = [(name, *size) for name, _ in ranks.CASES for size in ranks.SIZES]
+KWARGS = dict(ranks.CASES)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes write to."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """By number of processes, what each of them found."""
-    folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
         [sys.executable, ranks.__file__, str(folder), "2", "4"], capture_output=True, text=True, check=False
     )
@@ -39,31 +47,33 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_equals_one_process(found, size: int, case: tuple[int, int, int]) -> None:
-    every, height, width = case
-    model, batch = ranks.build(every), ranks.images(height, width).requires_grad_()
+def test_training_equals_one_process(found, size: int, case: tuple[str, int, int]) -> None:
+    name, height, width = case
+    model, batch = ranks.build(**KWARGS[name]), ranks.images(height, width).requires_grad_()
     logits = model(batch)
     F.cross_entropy(logits, ranks.labels()).backward()
     assert batch.grad is not None
     for results in found[size]:
-        result = results[f"{every} {height} {width}"]
+        result = results[f"{name} {height} {width}"]
         top, bottom = result["rows"]
         assert relative(result["logits"], logits) < 1e-10
         # The gradient of a process's own pixels is the whole one: what neighbours make of its rows comes back to it.
         assert relative(result["image"], batch.grad[:, :, top:bottom]) < 1e-8
-        for name, parameter in model.named_parameters():
+        for key, parameter in model.named_parameters():
             assert parameter.grad is not None
-            assert relative(result["grads"][name], parameter.grad) < 1e-8, name
+            assert relative(result["grads"][key], parameter.grad) < 1e-8, key
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_streaming_equals_one_process(found, size: int, case: tuple[int, int, int]) -> None:
-    every, height, width = case
+def test_streaming_equals_one_process(found, size: int, case: tuple[str, int, int]) -> None:
+    name, height, width = case
     for strip_rows in (1, 5):
-        expected = stream(ranks.build(every), ranks.images(height, width)[0], strip_rows=strip_rows, progress=False)
+        expected = stream(
+            ranks.build(**KWARGS[name]), ranks.images(height, width)[0], strip_rows=strip_rows, progress=False
+        )
         for results in found[size]:
-            assert relative(results[f"stream {every} {height} {width} {strip_rows}"], expected) < 1e-10
+            assert relative(results[f"stream {name} {height} {width} {strip_rows}"], expected) < 1e-10
 
 
 def test_rows_are_shared_out_whole(found) -> None:
@@ -103,10 +113,58 @@ def test_rows_start_even(height: int, parts: int, bounds: list[int]) -> None:
     assert split_rows(height, parts) == bounds
 
 
-def test_a_dense_output_or_a_resumable_run_is_for_one_process(tmp_path: Path) -> None:
-    for kwargs in ({"output": "features"}, {"workspace": tmp_path}):
-        with pytest.raises(ValueError, match="over several processes"):
-            stream(ranks.build(3), ranks.images(64, 40)[0], progress=False, group=object(), **kwargs)  # type: ignore[arg-type]
+def test_dense_outputs_are_written_by_all_processes(found, folder: Path) -> None:
+    for height, width in ranks.SIZES:
+        expected = stream(ranks.build(3), ranks.images(height, width)[0], output="features", progress=False)
+        for size in found:
+            got = np.load(folder / f"{height}-{width}-{size}.npy")
+            assert relative(torch.from_numpy(got)[None], expected) < 1e-10
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_killed_group_resumes_to_the_same_bits(found, folder: Path, size: int) -> None:
+    """The killed process had finished one pass less than the others: all go back to that one."""
+    expected = found[size][0]["stream 3 100 52 5"]
+    for rank in range(size):
+        result = torch.load(folder / f"resumed-{size}-{rank}.pt", weights_only=True)
+        assert (result["logits"] == expected).all()
+        assert 0.2 < result["seen"][0] < 0.5
+        assert list((folder / f"workspace-{size}" / f"process-{rank}").iterdir()) == []
+
+
+def test_what_crosses_is_logged_by_pass(found) -> None:
+    """Sums of float64 that do not grow with the image, and halo rows of 9 or 13 tokens of 16 numbers."""
+    for height, width, columns in ((61, 33, 9), (100, 52, 13)):
+        assert found[2][0][f"log {height} {width}"] == [
+            f"block 0 applied: sent 0 bytes of halo rows and {8 * 9 * 16} of sums",
+            f"block 1 measured: sent {8 * columns * 16} bytes of halo rows and {8 * 4 * 16} of sums",
+            f"blocks 1 to 3 applied: sent {8 * 3 * columns * 16} bytes of halo rows and {8 * 9 * 16} of sums",
+            f"block 4 measured: sent {8 * columns * 16} bytes of halo rows and {8 * 4 * 16} of sums",
+            f"block 4 applied: sent {8 * columns * 16} bytes of halo rows and {8 * 16} of sums",
+        ]
+
+
+def test_one_process_that_fails_ends_the_run_on_all(found) -> None:
+    """The message of the failing one names the region; the group stays usable, and a missing file ends likewise."""
+    for size, processes in found.items():
+        failed = [process["failed"] for process in processes]
+        assert re.match(r"RegionError: image: rows \d+-64, columns 0-40 could not be read: .*truncated", failed[-1][0])
+        assert "another process that shares this image failed" in failed[0][0]
+        assert "another process that shares this image failed" in failed[0][1]
+        assert all("no image at" in failed[rank][1] for rank in range(1, size))
+
+
+def test_a_dense_output_over_processes_needs_a_file_they_share(tmp_path: Path) -> None:
+    for out in (None, tmp_path / "f.zarr"):
+        with pytest.raises(ValueError, match=r"over several processes.* \.npy"):
+            stream(
+                ranks.build(3),
+                ranks.images(64, 40)[0],
+                output="features",
+                out=out,
+                progress=False,
+                group=object(),  # type: ignore[arg-type]
+            )
 
 
 def test_a_model_without_pooling_is_refused() -> None:
