@@ -13,7 +13,7 @@ import timm
 from weightformer.models.checkpoint import read_state_dict
 from weightformer.training.config import ModelConfig
 
-__all__ = ["normalization", "read_checkpoint", "report_skipped", "without_start_weights"]
+__all__ = ["normalization", "read_checkpoint", "read_stored", "report_skipped", "without_start_weights"]
 
 Config = TypeVar("Config")
 
@@ -24,16 +24,28 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ValueError: the file is no training checkpoint of this package.
     """
+    config, class_names = read_stored(path, "class_names")
+    return config, [str(name) for name in class_names]
+
+
+def read_stored(path: str | Path, *names: str) -> list[Any]:
+    """The configuration (as a mapping) in a training checkpoint, and lists stored beside it under these names.
+
+    Raises:
+        ValueError: the file is no training checkpoint of this package, or one of a task that stores no such lists.
+    """
     content = read_state_dict(path)
     stored = content.get("hyper_parameters")
-    if not isinstance(stored, dict) or not {"config", "class_names"} <= stored.keys():
+    if not isinstance(stored, dict) or "config" not in stored:
         raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
-    config, class_names = stored["config"], stored["class_names"]
-    if not isinstance(config, dict) or not isinstance(class_names, list):
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"{path} is a checkpoint of another task: it stores no {' and no '.join(missing)}")
+    config, *lists = (stored[name] for name in ("config", *names))
+    if not isinstance(config, dict) or not all(isinstance(entry, list) for entry in lists):
         raise ValueError(f"{path}: its configuration or class names are damaged")
     if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
-        warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=2)
-    return config, [str(name) for name in class_names]
+        warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=3)
+    return [config, *lists]
 
 
 def normalization(config: ModelConfig) -> tuple[list[float], list[float]]:

@@ -48,7 +48,7 @@ def test_image_masks_and_boxes_agree(jitter: tuple[float, float]) -> None:
         torch.testing.assert_close(target["boxes"], mask_boxes(target["masks"]))
         assert target["masks"].shape[1:] == image.shape[-2:]
         for mask, label in zip(target["masks"], target["labels"].tolist(), strict=True):
-            if mask.sum() > 100:  # of a smaller one, antialiasing dims more than the rim
+            if min(mask.any(0).sum(), mask.any(1).sum()) > 8:  # of a thin one, antialiasing dims all
                 checked += 1
                 assert image[0][mask.bool()].median() * 255 == pytest.approx({3: 200, 1: 250}[label], abs=5)
     assert checked > 15

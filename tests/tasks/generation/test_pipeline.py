@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -337,8 +338,16 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype, loaded: bool) -> Non
     else:
         pipe.to(dtype)
     assert pipe.transformer.dtype == pipe.vae.dtype == dtype
+    step, seen = pipe.scheduler.step, set()
+
+    @functools.wraps(step)
+    def watched(output: Tensor, t: Tensor, sample: Tensor, **kwargs: Any) -> Any:
+        seen.update((output.dtype, sample.dtype))
+        return step(output, t, sample, **kwargs)
+
+    pipe.scheduler.step = watched
     images = pipe([1, 2], generator=seeded(0, 1), **options).images
-    assert images.dtype == torch.float32
+    assert seen == {images.dtype} == {torch.float32}
     assert (images - expected).abs().mean() < 0.02
 
 

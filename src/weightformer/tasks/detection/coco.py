@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from faster_coco_eval.core import mask as coco_mask
 from numpy.typing import NDArray
 
 __all__ = ["CocoImage", "CocoSet", "decode_mask", "encode_mask"]
@@ -187,8 +188,6 @@ def _mend_segmentation(segmentation: Any, height: int, width: int) -> list[list[
 
 
 def _mend_rle(rle: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
-    from faster_coco_eval.core import mask as coco_mask
-
     size, counts = rle.get("size"), rle.get("counts")
     if size != [height, width]:
         raise _UnusableError(f"its run lengths are for a size of {size}, the image has {[height, width]}")
@@ -227,14 +226,10 @@ def _encoded_length(counts: str) -> int:
 
 
 def _mask_area(segmentation: Any, height: int, width: int) -> int:
-    from faster_coco_eval.core import mask as coco_mask
-
     return int(coco_mask.area(_to_rle(segmentation, height, width)))
 
 
 def _to_rle(segmentation: Any, height: int, width: int) -> Any:
-    from faster_coco_eval.core import mask as coco_mask
-
     if isinstance(segmentation, dict):
         return segmentation
     return coco_mask.merge(coco_mask.frPyObjects(segmentation, height, width))
@@ -242,14 +237,10 @@ def _to_rle(segmentation: Any, height: int, width: int) -> Any:
 
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.uint8]:
     """The mask (height, width) of a mended segmentation: ones inside."""
-    from faster_coco_eval.core import mask as coco_mask
-
     return coco_mask.decode(_to_rle(segmentation, height, width))
 
 
 def encode_mask(mask: NDArray[np.uint8]) -> dict[str, Any]:
     """COCO's compressed run lengths of a mask (height, width), as JSON takes them."""
-    from faster_coco_eval.core import mask as coco_mask
-
     rle = coco_mask.encode(np.asfortranarray(mask))
     return {"size": [int(side) for side in mask.shape], "counts": rle["counts"].decode("ascii")}

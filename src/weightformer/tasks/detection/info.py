@@ -38,8 +38,8 @@ def describe(name: str, size: Sequence[int] | None = None, *, in_chans: int = 3,
     is_vit = timm.models.is_model_in_modules(name, ["vision_transformer", "deit"])
     for window, label in {0: "global attention", _WINDOW: f"windows of {_WINDOW}"}.items() if is_vit else [(0, "")]:
         trunk = PyramidBackbone(model, channels=head.channels, strides=head.strides, window=window)
-        cells = (-(-side // trunk.stride) for side in (height, width))
-        pyramid = multiply_adds(trunk.pyramid, trunk.channels, *cells)
+        rows, columns = (-(-side // trunk.stride) for side in (height, width))
+        pyramid = multiply_adds(trunk.pyramid, trunk.channels, rows, columns)
         whole = multiply_adds(trunk, in_chans, height, width)
         lines.append(
             f"multiply-adds   {whole / 1e9:.2f} G an image = backbone {(whole - pyramid) / 1e9:.2f} G + pyramid "

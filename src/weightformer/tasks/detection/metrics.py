@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from faster_coco_eval import COCO, COCOeval_faster
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
@@ -68,8 +69,6 @@ def coco_metrics(ground_truth: Mapping[str, Any], results: Sequence[Result]) -> 
         ``box_ap``, ``box_ap50``, ``box_ap75``, ``box_ap_small``, ``box_ap_medium``, ``box_ap_large`` and the same for
         ``mask``; sizes that no object has are left out.
     """
-    from faster_coco_eval import COCO, COCOeval_faster
-
     truth = COCO(copy.deepcopy(dict(ground_truth)))
     values: dict[str, float] = {}
     for kind, name, other in (("bbox", "box", "segmentation"), ("segm", "mask", "bbox")):

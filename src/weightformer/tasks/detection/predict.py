@@ -19,15 +19,14 @@ from torch import Tensor
 from weightformer.config import Arguments
 from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.images import find_images
-from weightformer.tasks.classification.run import normalization
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.detection.config import DetectionConfig
 from weightformer.tasks.detection.data import read_pixels
 from weightformer.tasks.detection.draw import draw_results
 from weightformer.tasks.detection.metrics import coco_results
 from weightformer.tasks.detection.module import DetectionModule
-from weightformer.tasks.detection.run import without_start_weights
 from weightformer.tasks.detection.transforms import fitted_size, resize
+from weightformer.training.runs import normalization, without_start_weights
 
 __all__ = ["PREDICT_ARGUMENTS", "Prediction", "iter_predictions", "predict"]
 

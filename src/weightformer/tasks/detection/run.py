@@ -10,15 +10,15 @@ from typing import Any
 
 import lightning as L
 
-from weightformer.models.checkpoint import load_weights, read_state_dict
-from weightformer.tasks.classification.run import normalization
+from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.detection.config import DetectionConfig
 from weightformer.tasks.detection.data import DetectionData
 from weightformer.tasks.detection.metrics import CocoMetrics
 from weightformer.tasks.detection.module import DetectionModule
 from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
+from weightformer.training.runs import normalization, read_stored, without_start_weights
 
-__all__ = ["evaluate", "read_checkpoint", "train", "without_start_weights"]
+__all__ = ["evaluate", "read_checkpoint", "train"]
 
 
 def train(config: DetectionConfig) -> dict[str, float]:
@@ -78,20 +78,10 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
     """The configuration (as a mapping) and the categories, names by COCO id, stored in a training checkpoint.
 
     Raises:
-        ValueError: the file is no detection checkpoint of this package.
+        ValueError: the file is no training checkpoint of this package, or one of another task.
     """
-    stored = read_state_dict(path).get("hyper_parameters")
-    if not isinstance(stored, dict) or not {"config", "class_names", "category_ids"} <= stored.keys():
-        raise ValueError(f"{path} is no detection checkpoint of this package; say with --config what model it is for")
-    config, names, numbers = stored["config"], stored["class_names"], stored["category_ids"]
-    if not isinstance(config, dict) or not isinstance(names, list) or not isinstance(numbers, list):
-        raise ValueError(f"{path}: its configuration or categories are damaged")
+    config, names, numbers = read_stored(path, "class_names", "category_ids")
     return config, dict(zip(map(int, numbers), map(str, names), strict=True))
-
-
-def without_start_weights(config: DetectionConfig) -> DetectionConfig:
-    """The configuration without what the backbone was first initialised from: it is about to be overwritten."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None, pretrained=False))
 
 
 def _data(config: DetectionConfig, trainer: L.Trainer, categories: Mapping[int, str] | None = None) -> DetectionData:
