@@ -11,6 +11,7 @@ import sys
 import warnings
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weightformer.config import (
@@ -25,11 +26,22 @@ from weightformer.config import (
 
 __all__ = ["VERBS", "main"]
 
-# The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate and predict.
-TASKS = {"classification": "weightformer.tasks.classification"}
+# The packages that a configuration's `task` key can name. Each offers a Config, train, evaluate, predict with the
+# options PREDICT_ARGUMENTS, and read_checkpoint; one that streams large images also LargeOptions and predict_large.
+TASKS = {
+    "classification": "weightformer.tasks.classification",
+    "detection": "weightformer.tasks.detection",
+    "generation": "weightformer.tasks.generation",
+    "segmentation": "weightformer.tasks.segmentation",
+}
 
-# What `weightformer data` makes, and the module whose `main(argv)` makes it.
-DATA = {"mosaic": "weightformer.streaming.mosaic", "probe": "weightformer.tasks.classification.probe"}
+# What `weightformer data` makes, the module whose `main(argv)` makes it, and in a few words what it is.
+DATA = {
+    "fashion-scenes": ("weightformer.tasks.scenes", "scenes of Fashion-MNIST items in COCO's and ADE20K's formats"),
+    "latents": ("weightformer.tasks.generation.latents", "images encoded once by a VAE, to train a generator on"),
+    "mosaic": ("weightformer.streaming.mosaic", "one tiled TIFF of real pictures, of any size"),
+    "probe": ("weightformer.tasks.classification.probe", "canvases whose label only global modelling can tell"),
+}
 
 _CONFIG: Arguments = [
     (("-c", "--config"), {"metavar": "RECIPE", "help": f"a YAML file, or one of {', '.join(recipes())}"}),
@@ -90,7 +102,7 @@ def _eval(argv: list[str]) -> int:
         *_CONFIG,
         (("--json",), {"action": "store_true", "help": "print the result as JSON"}),
     ]
-    task, content, where = _recipe(argv)
+    task, content, where = _recipe(argv, stored=True)
     if _wants_help(argv):
         return _help("eval WEIGHTS [--config RECIPE] [--KEY VALUE ...]", _eval, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
@@ -106,23 +118,98 @@ def _eval(argv: list[str]) -> int:
 
 
 def _predict(argv: list[str]) -> int:
-    """Predict image files and folders with a checkpoint; print a table or write CSV or JSON."""
+    """Predict image files and folders with a checkpoint; print a table or write files (``--task`` says which)."""
+    task, _, _ = _recipe(argv, stored=True)
+    streams = hasattr(task, "LargeOptions")
     arguments: Arguments = [
         (("weights",), {"help": "a training checkpoint (.ckpt)"}),
         (("images",), {"nargs": "+", "help": "image files, or folders to search for them"}),
-        (("--save",), {"metavar": "FILE", "help": "write to this .csv or .json file instead of the terminal"}),
-        (("--top_k",), {"type": int, "default": 5, "help": "classes to report for an image"}),
+        *task.PREDICT_ARGUMENTS,
+        *(_LARGE if streams else []),
     ]
-    task, _, _ = _recipe(argv)
     if _wants_help(argv):
         return _help("predict WEIGHTS IMAGE ... [--save FILE] [--KEY VALUE ...]", _predict, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
+    large = _large_options(task, args) if streams else None
     content, class_names = task.read_checkpoint(args.weights)
     config = parse_config(task.Config, content, argv, args.weights, arguments)
-    failed = task.predict(config, args.weights, class_names, args.images, top_k=args.top_k, save=args.save)
-    if failed:
-        print(f"{failed} image(s) could not be read; they are named in the result", file=sys.stderr)
+    given = (config, args.weights, class_names, args.images)
+    options = {name: args[name] for (flag, *_), _ in task.PREDICT_ARGUMENTS if (name := flag.lstrip("-"))}
+    if streams and args.engine == "ray":
+        failed = task.predict_on_cluster(*given, args.save, address=args.address, large=large, top_k=args.top_k)
+        print(f"written to {args.save}")
+    elif large is not None:
+        failed = task.predict_large(*given, large)
+    else:
+        failed = task.predict(*given, **options)
+    if failed and _is_first_process():
+        print(f"{failed} image(s) failed; they are named in the result", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _sample(argv: list[str]) -> int:
+    """Draw images of chosen classes from a trained generator: PNG files and a labelled grid."""
+    arguments: Arguments = [
+        (("weights",), {"help": "a training checkpoint (.ckpt) of a generator"}),
+        (("--classes",), {"default": "", "metavar": "NAMES", "help": "names or numbers, separated by commas; all"}),
+        (
+            ("--grid",),
+            {"default": "", "metavar": "ROWSxCOLUMNS", "help": "of the picture of all; a row for each class"},
+        ),
+        (("--num",), {"type": int, "default": 0, "help": "images to draw; as many as the grid shows"}),
+        (("--guidance",), {"type": float, "help": "scale of classifier-free guidance; 1 is none"}),
+        (("--save",), {"metavar": "FOLDER", "help": "where to write; samples/ beside the checkpoint's folder"}),
+    ]
+    task, _, _ = _recipe(["--task", "generation"])
+    if _wants_help(argv):
+        return _help("sample CHECKPOINT [--classes NAMES] [--KEY VALUE ...]", _sample, task.Config, arguments)
+    args = parse_arguments(task.Config, argv, arguments)
+    content, class_names = task.read_checkpoint(args.weights)
+    config = parse_config(task.Config, content, argv, args.weights, arguments)
+    if args.guidance is not None:
+        config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, guidance=args.guidance))
+    folder = task.sample(
+        config, args.weights, class_names, classes=args.classes, grid=args.grid, num=args.num, save=args.save
+    )
+    if _is_first_process():
+        print(f"written to {folder}")
+    return 0
+
+
+_STREAM = {
+    "result": (str, "NAME", "classes (default), logits, pooled (the mean token) or features (every token)"),
+    "strip_rows": (int, "N", "token rows computed together; fewer take less memory (default 16)"),
+    "memory": (str, "SIZE", "tokens beyond so many bytes, such as 2GiB, go to disk (default: half of the memory)"),
+    "workspace": (str, "FOLDER", "keep tokens and finished results here: the same command resumes after a kill"),
+}
+_LARGE: Arguments = [
+    (("--stream",), {"action": "store_true", "help": "each image whole, at its own resolution, in bounded memory"}),
+    *(
+        ((f"--{name}",), {"type": kind, "metavar": metavar, "help": f"with --stream: {text}"})
+        for name, (kind, metavar, text) in _STREAM.items()
+    ),
+    (("--tiles",), {"action": "store_true", "help": "with --stream: a folder given is one image, cut into tiles"}),
+    (
+        ("--engine",),
+        {"choices": ["local", "ray"], "default": "local", "help": "ray: Parquet files in the folder --save"},
+    ),
+    (("--address",), {"metavar": "HOST", "help": "with --engine ray: a running cluster; by default this machine's"}),
+]
+
+
+def _large_options(task: Any, args: Any) -> Any:
+    """How to stream; ``None`` without ``--stream``."""
+    given = {name: getattr(args, name) for name in _STREAM if getattr(args, name) is not None}
+    given |= {"tiles": True} if args.tiles else {}
+    if args.address and args.engine != "ray":
+        raise ValueError("--address is for --engine ray")
+    if args.engine == "ray" and not (args.save and hasattr(task, "predict_on_cluster")):
+        raise ValueError("--engine ray classifies images and writes Parquet files: give their folder with --save")
+    if not args.stream:
+        if given:
+            raise ValueError(f"--{next(iter(given))} is for large images: add --stream")
+        return None
+    return task.LargeOptions(**given, top_k=args.top_k, save=args.save)
 
 
 def _info(argv: list[str]) -> int:
@@ -132,20 +219,23 @@ def _info(argv: list[str]) -> int:
     parser.add_argument("--size", nargs="+", type=int, metavar="PX", help="side, or height and width; default: its own")
     parser.add_argument("--in_chans", type=int, help="channels of the image (default 3) or latent (default: its own)")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="constructor arguments as JSON")
+    homes = {"classification": "weightformer.analysis.info", "detection": "weightformer.tasks.detection.info"}
+    parser.add_argument("--task", choices=homes, default="classification", help="detection: backbone and pyramid")
     args = parser.parse_args(argv)
-    from weightformer.analysis.info import describe
-
+    describe = _import(homes[args.task], _extra(args.task)).describe
     print(describe(args.model, args.size, in_chans=args.in_chans, **args.kwargs))
     return 0
 
 
 def _bench(argv: list[str]) -> int:
     """Measure speed and memory beside peers: parity first, then interleaved rounds; writes JSON and HTML."""
+    if "--stream" in argv:
+        return _bench_large([word for word in argv if word != "--stream"])
     from weightformer.bench import BenchConfig
     from weightformer.bench import main as measure
 
     if _wants_help(argv):
-        return _help("bench [--KEY VALUE ...]", _bench, BenchConfig, [])
+        return _help("bench [--stream] [--KEY VALUE ...]", _bench, BenchConfig, [_BENCH_STREAM])
     config = parse_config(BenchConfig, argv=argv)
     measure(config)
     print(f"written to {config.output}")
@@ -208,13 +298,30 @@ def _erf(argv: list[str]) -> int:
 
 def _data(argv: list[str]) -> int:
     """Write data sets: synthetic large images, composed scenes, cached latents."""
-    names = ", ".join(DATA)
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: weightformer data NAME ... (weightformer data NAME --help explains one)\n\nnames: {names}")
+        kinds = "\n".join(f"  {name:16s}{text}" for name, (_, text) in DATA.items())
+        print(f"usage: weightformer data NAME ... (weightformer data NAME --help explains one)\n\n{kinds}")
         return 0
     if argv[0] not in DATA:
-        raise ValueError(f"no data set {argv[0]!r}; choose one of {names}")
-    importlib.import_module(DATA[argv[0]]).main(argv[1:])
+        raise ValueError(f"no data set {argv[0]!r}; choose one of {', '.join(DATA)}")
+    _import(DATA[argv[0]][0], "all").main(argv[1:])
+    return 0
+
+
+_BENCH_STREAM: Any = (("--stream",), {"action": "store_true", "help": "large images instead: see --stream --help"})
+
+
+def _bench_large(argv: list[str]) -> int:
+    """Measure memory and time against megapixels: streamed, untiled, and DeiT; writes CSV, a log and a picture."""
+    from weightformer.bench.large import LargeConfig, measure_large, plot, show
+
+    if _wants_help(argv):
+        return _help("bench --stream [--KEY VALUE ...]", _bench_large, LargeConfig, [_BENCH_STREAM])
+    config = parse_config(LargeConfig, argv=argv)
+    show(measure_large(config))
+    table = Path(config.output) / "large_images.csv"
+    plot(table, table.with_suffix(".svg"))
+    print(f"written to {config.output}")
     return 0
 
 
@@ -233,6 +340,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "predict": _predict,
+    "sample": _sample,
     "info": _info,
     "bench": _bench,
     "erf": _erf,
@@ -242,22 +350,48 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _recipe(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], str]:
-    """The task package, the content and the name of the recipe that the arguments name."""
+def _recipe(argv: Sequence[str], stored: bool = False) -> tuple[Any, Mapping[str, Any], str]:
+    """The task package, the content and the name of the recipe that the arguments name.
+
+    With ``stored``, a checkpoint among them may say the task.
+    """
     finder = PlainParser(add_help=False, allow_abbrev=False)
     finder.add_argument("-c", "--config")
     finder.add_argument("--task")
     known, _ = finder.parse_known_args(argv)
     content = read_yaml(recipe_path(known.config)) if known.config else {}
-    name = known.task or content.get("task", "classification")
+    name = known.task or content.get("task") or (_stored_task(argv) if stored else None) or "classification"
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; choose one of {', '.join(TASKS)}")
+    return _import(TASKS[name], _extra(name)), content, known.config or ""
+
+
+def _extra(task: str) -> str:
+    """The extra of the package that brings what a task needs."""
+    return "train" if task == "classification" else task
+
+
+def _import(module: str, extra: str) -> Any:
+    """A module of the package that needs the packages of an extra."""
     try:
-        return importlib.import_module(TASKS[name]), content, known.config or ""
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("weightformer"):
             raise
-        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[train]'") from error
+        raise ImportError(f"{error.name} is not installed; run: pip install 'weightformer[{extra}]'") from error
+
+
+def _stored_task(argv: Sequence[str]) -> str | None:
+    """The task of the first training checkpoint among the arguments, if one is there and can be read."""
+    from weightformer.models.checkpoint import read_state_dict
+
+    for word in argv:
+        if word.endswith(".ckpt") and Path(word).is_file():
+            try:
+                return read_state_dict(word)["hyper_parameters"]["config"]["task"]
+            except (ValueError, KeyError, TypeError):  # the task says what is wrong with the file
+                return None
+    return None
 
 
 def _quiet() -> None:
@@ -291,6 +425,7 @@ examples:
   weightformer train --config finetune --data.root FOLDER --model.weights FILE
   weightformer eval runs/digits/checkpoints/last.ckpt
   weightformer predict runs/digits/checkpoints/last.ckpt IMAGE_OR_FOLDER --save out.csv
+  weightformer sample runs/fashion_denoiser/checkpoints/last.ckpt --classes "sneaker,bag" --grid 8x8 --guidance 4
   weightformer info weightformer_tiny --size 1248"""
 
 
@@ -298,15 +433,20 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
-def _print_result(result: Mapping[str, float], as_json: bool = False) -> None:
+def _print_result(result: Mapping[str, Any], as_json: bool = False) -> None:
+    """The result on one line, and tables (the IoU of every class, say) below it."""
     if as_json:
         print(json.dumps(dict(result)))
         return
-    print(
-        "  ".join(
-            f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items()
-        )
-    )
+
+    def shown(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+    tables = {name: value for name, value in result.items() if isinstance(value, Mapping)}
+    print("  ".join(f"{name} {shown(value)}" for name, value in result.items() if name not in tables))
+    for name, table in tables.items():
+        width = max(map(len, table), default=0)
+        print("\n".join([name, *(f"  {key:{width}s}  {shown(value)}" for key, value in table.items())]))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,15 @@ MODULES = [
 
 # Others build on these names: removing or renaming one is a change for the changelog.
 PUBLIC = {
-    "weightformer.layers": {"Block", "DepthwiseConv2d", "DynamicDepthwiseConv2d", "DynamicLinear"},
-    "weightformer.models": {"WeightFormer", "WeightFormerDenoiser", "create_denoiser"},
+    "weightformer.layers": {"AttentionMLP", "Block", "DepthwiseConv2d", "DynamicDepthwiseConv2d", "DynamicLinear"},
+    "weightformer.models": {
+        "ConvNeXtIsotropic",
+        "DiG",
+        "PyramidVisionTransformer",
+        "WeightFormer",
+        "WeightFormerDenoiser",
+        "create_denoiser",
+    },
     "weightformer.models.checkpoint": {
         "from_released",
         "load_weights",
@@ -48,8 +55,12 @@ PUBLIC = {
     "weightformer.ops.native": {"build"},
     "weightformer.streaming": {"RowParallel", "Source", "open_source", "stream"},
     "weightformer.tasks.classification": {"Config", "evaluate", "predict", "train"},
+    "weightformer.tasks.detection": {"Config", "evaluate", "predict", "train"},
+    "weightformer.tasks.segmentation": {"Config", "evaluate", "predict", "train"},
 }
 MODELS = {"weightformer_micro", "weightformer_tiny", "weightformer_small", "weightformer_base"}
+BASELINES = {f"pvt_v1_{size}" for size in ("tiny", "small", "medium", "large")}
+BASELINES |= {f"convnext_isotropic_{size}" for size in ("small", "base")}
 VERB_NAMES = {"train", "eval", "predict", "bench", "ablate", "erf", "data", "info", "demo"}
 
 
@@ -60,14 +71,16 @@ def test_names_that_others_rely_on(name: str) -> None:
 
 def test_model_names_and_verbs() -> None:
     assert set(timm.list_models(module="weightformer")) >= MODELS
+    assert set(timm.list_models()) >= BASELINES
     assert VERBS.keys() >= VERB_NAMES
 
 
 def test_constructor_of_the_backbone() -> None:
     parameters = inspect.signature(weightformer.models.WeightFormer).parameters
     assert list(parameters)[:2] == ["in_chans", "num_classes"]
-    defaults = {name: parameters[name].default for name in ("dynamic_every", "linear_predictor", "conv_predictor")}
-    assert defaults == {"dynamic_every": 3, "linear_predictor": "bilateral", "conv_predictor": "adaptive"}
+    released = {"dynamic_every": 3, "linear_predictor": "bilateral", "conv_predictor": "adaptive"}
+    released |= {"static_weight": True, "normalize": True, "pool": 2}
+    assert {name: parameters[name].default for name in released} == released
     assert {"patch_size", "embed_dim", "depth", "mlp_ratio", "drop_path_rate"} <= parameters.keys()
 
 

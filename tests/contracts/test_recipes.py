@@ -13,12 +13,18 @@ import timm
 
 from weightformer.cli import TASKS
 from weightformer.config import parse_config, read_yaml, recipe_path, recipes
+from weightformer.models.denoiser import DENOISERS
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_recipes_are_there() -> None:
     named = {"digits", "fashion_mnist", "finetune", "imagenet_tiny", "imagenet_small", "imagenet_base"}
+    named |= {f"coco_{head}_{size}" for head in ("mask", "cascade") for size in ("tiny", "small")} | {
+        "scenes_detection"
+    }
+    named |= {"ade20k_upernet_tiny", "ade20k_upernet_small", "scenes_segmentation"}
+    named |= {f"imagenet256_{size}_{patch}" for size in "sb" for patch in (2, 4, 8)} | {"fashion_denoiser"}
     assert set(recipes()) >= named
 
 
@@ -35,7 +41,7 @@ def parse(recipe: str, argv: list[str]) -> Any:
 
 def test_parses_and_names_a_model_that_exists(recipe: str) -> None:
     config = parse(recipe, [])
-    assert timm.is_model(config.model.name)
+    assert timm.is_model(config.model.name) or config.model.name in DENOISERS
     assert config.output == f"runs/{recipe}", "recipes must not write into each other's folders"
 
 

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 import weightformer
 from parity import assert_close, relative_error
 from weightformer import ops
-from weightformer.layers import DepthwiseConv2d, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers import (
+    CONV_PREDICTORS,
+    LINEAR_PREDICTORS,
+    DepthwiseConv2d,
+    DynamicDepthwiseConv2d,
+    DynamicLinear,
+)
 from weightformer.models import WeightFormerDenoiser, create_denoiser
 from weightformer.models.checkpoint import load_weights, save_weights
 from weightformer.models.denoiser import DENOISERS, DenoiserBlock, sincos_positions
@@ -39,8 +45,9 @@ def lively(**kwargs: Any) -> WeightFormerDenoiser:
             nn.init.normal_(parameter, std=0.1)
     for module in model.modules():
         if isinstance(module, DynamicLinear):
-            for parameter, std in ((module.proj.weight, 0.125), (module.w1, 1.0), (module.w2, 1.0)):
-                nn.init.normal_(parameter, std=std)
+            for name, std in (("proj.weight", 0.125), ("w1", 1.0), ("w2", 1.0)):
+                if (parameter := dict(module.named_parameters()).get(name)) is not None:
+                    nn.init.normal_(parameter, std=std)
     return model
 
 
@@ -313,6 +320,28 @@ def test_every_parameter_gets_a_gradient(class_dropout_prob: float) -> None:
     assert model.label_embed.num_embeddings == (11 if class_dropout_prob else 10)
 
 
+@pytest.mark.parametrize("linear_predictor", LINEAR_PREDICTORS)
+@pytest.mark.parametrize("conv_predictor", CONV_PREDICTORS)
+def test_every_predictor_serves_the_denoiser(linear_predictor: str, conv_predictor: str) -> None:
+    model = lively(linear_predictor=linear_predictor, conv_predictor=conv_predictor, depth=2)
+    x, t, y = inputs(2, 8, 10)
+    out = model(x, t, y).sample
+    out.square().sum().backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert relative_error(model(x[:1], t[:1], y[:1]).sample, out[:1]) < 1e-5
+
+
+def test_every_switch_changes_the_output_and_is_saved(tmp_path: Path) -> None:
+    seen = []
+    for switch in ({}, {"static_weight": False}, {"normalize": False}, {"pool": 1}, {"pool": "7x7"}):
+        torch.manual_seed(0)
+        model = lively(depth=2, **switch)
+        seen.append(model(*inputs(2, 20, 14)).sample)
+        assert not any(torch.allclose(seen[-1], other, rtol=1e-3, atol=1e-5) for other in seen[:-1]), switch
+        model.save_pretrained(tmp_path)
+        assert torch.equal(WeightFormerDenoiser.from_pretrained(tmp_path)(*inputs(2, 20, 14)).sample, seen[-1])
+
+
 def test_gradient_checkpointing_changes_memory_only() -> None:
     model, (x, t, y) = lively(class_dropout_prob=0.5).train(), inputs(4)
     calls, results = [], []
@@ -366,6 +395,14 @@ def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
         model.float()
 
 
+def test_weights_may_be_stored_in_half_precision() -> None:
+    model, given = lively(), inputs(2)
+    expected = model(*given).sample
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    assert model.blocks[1].fc2.weight.dtype == torch.bfloat16
+    assert 1e-6 < relative_error(model(*given).sample, expected) < 5e-2
+
+
 def test_compiles_without_a_break_and_with_free_sizes() -> None:
     model = lively(depth=1, dynamic_every=1)
     torch._dynamo.reset()
@@ -415,6 +452,34 @@ def test_a_released_training_checkpoint_gives_its_averaged_weights(
     torch.save({"model": raw, "ema": released, "opt": {"state": {}}}, tmp_path / "0400000.pt")
     model = load_weights(WeightFormerDenoiser(**denoiser.config), tmp_path / "0400000.pt")
     assert all(torch.equal(v, denoiser.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model.", "ema.module.", "model.ema."]
+)
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "ema"])
+def test_wrappers_and_prefixes(denoiser: nn.Module, prefix: str, wrapper: str | None) -> None:
+    content: dict[str, Any] = {prefix + k: v for k, v in denoiser.state_dict().items()}
+    model = load_weights(WeightFormerDenoiser(**denoiser.config), {wrapper: content} if wrapper else content)
+    assert all(torch.equal(v, denoiser.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_a_weight_file_runs_no_code(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    create_denoiser("denoiser_micro").save_pretrained(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
+    torch.save({"x": Payload(marker)}, tmp_path / "diffusion_pytorch_model.bin")
+    with pytest.raises(OSError, match="Unable to load weights"):
+        WeightFormerDenoiser.from_pretrained(tmp_path)
+    assert not marker.exists()
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

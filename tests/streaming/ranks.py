@@ -5,8 +5,11 @@ The processes are forked before torch starts any thread, so that all share one i
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weightformer.models import WeightFormer
-from weightformer.streaming import RowParallel, stream
+from weightformer.streaming import RegionError, RowParallel, stream
+from weightformer.streaming.sources import ArraySource
+from weightformer.streaming.workspace import FileTokens
 
 SIZES = [(61, 33), (100, 52)]
 EVERY = [0, 1, 3]
@@ -48,12 +53,47 @@ def labels() -> torch.Tensor:
     return torch.tensor([1, 5])
 
 
+class Torn(ArraySource):
+    """An image whose rows from 40 on cannot be read."""
+
+    def _read(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+        if bottom > 40:
+            raise EOFError("the file is truncated")
+        return super()._read(top, bottom, left, right)
+
+
+class Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def join(rank: int, folder: Path, size: int, name: str) -> None:
+    """Become one of ``size`` processes."""
+    store = dist.FileStore(str(folder / f"store-{name}-{size}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+
+
+def failure(source: Any) -> str:
+    """How streaming a bad image ends on this process."""
+    try:
+        stream(build(3), source, progress=False, group=dist.group.WORLD)
+    except (RegionError, FileNotFoundError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def work(rank: int, folder: Path, size: int) -> None:
     """Everything that is compared with one process."""
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / f"store-{size}"), size), rank=rank, world_size=size
-    )
-    assert dist.group.WORLD is not None
+    join(rank, folder, size, "work")
+    log = logging.getLogger("weightformer.streaming")
+    log.setLevel(logging.INFO)
     found: dict[str, Any] = {}
     for case, kwargs in CASES:
         for height, width in SIZES:
@@ -76,6 +116,15 @@ def work(rank: int, folder: Path, size: int) -> None:
                 "sent": sent,
             }
 
+    for height, width in SIZES:
+        messages = Messages()
+        log.addHandler(messages)
+        out = folder / f"{height}-{width}-{size}.npy"
+        stream(build(3), images(height, width)[0], progress=False, group=dist.group.WORLD)
+        log.removeHandler(messages)
+        found[f"log {height} {width}"] = messages.texts
+        stream(build(3), images(height, width)[0], output="features", out=out, progress=False, group=dist.group.WORLD)
+
     dropping = RowParallel(build(3, drop_path_rate=0.9, drop_rate=0.5).train())
     torch.manual_seed(rank)  # processes need not be seeded alike
     top, bottom = dropping.pixel_rows(64)
@@ -85,19 +134,67 @@ def work(rank: int, folder: Path, size: int) -> None:
         stream(build(3), images(16, 40)[0], progress=False, group=dist.group.WORLD)
     except ValueError as error:
         found["too few"] = str(error)
+    found["failed"] = [
+        failure(Torn(images(64, 40)[0])),
+        failure(folder / "absent.tif" if rank else images(64, 40)[0]),
+    ]
     torch.save(found, folder / f"{size}-{rank}.pt")
     dist.destroy_process_group()
 
 
+def killed(rank: int, folder: Path, size: int) -> None:
+    """A run whose last process dies when all others have finished the third pass, and it has not."""
+    finish = FileTokens.finish_pass
+
+    def die(self: FileTokens, number: int, *args: Any, **kwargs: Any) -> None:
+        if number == 2 and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(self, number, *args, **kwargs)
+
+    FileTokens.finish_pass = die  # type: ignore[method-assign]
+    join(rank, folder, size, "killed")
+    try:
+        resumable(folder, size)
+    except RuntimeError:  # the connection to the killed process is lost
+        os._exit(1)
+
+
+def resumed(rank: int, folder: Path, size: int) -> None:
+    """The same run again, to its end."""
+    join(rank, folder, size, "resumed")
+    seen: list[float] = []
+    logits = resumable(folder, size, seen.append)
+    torch.save({"seen": seen, "logits": logits}, folder / f"resumed-{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def resumable(folder: Path, size: int, progress: Callable[[float], None] | bool = False) -> torch.Tensor:
+    """What is killed and resumed."""
+    workspace = folder / f"workspace-{size}"
+    return stream(
+        build(3), images(100, 52)[0], strip_rows=5, workspace=workspace, progress=progress, group=dist.group.WORLD
+    )
+
+
+def run(target: Callable[[int, Path, int], None], folder: Path, size: int) -> list[int]:
+    """Exit codes of ``size`` processes."""
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            target(rank, folder, size)
+            os._exit(0)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
 if __name__ == "__main__":
     for size in map(int, sys.argv[2:]):
-        children = []
-        for rank in range(size):
-            child = os.fork()
-            if child == 0:
-                work(rank, Path(sys.argv[1]), size)
-                os._exit(0)
-            children.append(child)
-        failures = [os.waitpid(child, 0)[1] for child in children]
-        if any(failures):
+        here = Path(sys.argv[1])
+        if any(run(work, here, size)):
+            sys.exit(1)
+        codes = run(killed, here, size)
+        assert codes[-1] == -signal.SIGKILL, codes
+        assert all(codes), codes
+        if any(run(resumed, here, size)):
             sys.exit(1)

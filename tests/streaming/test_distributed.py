@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,14 @@ KWARGS = dict(ranks.CASES)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes write to."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """By number of processes, what each of them found."""
-    folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
         [sys.executable, ranks.__file__, str(folder), "2", "4"], capture_output=True, text=True, check=False
     )
@@ -106,10 +113,58 @@ def test_rows_start_even(height: int, parts: int, bounds: list[int]) -> None:
     assert split_rows(height, parts) == bounds
 
 
-def test_a_dense_output_or_a_resumable_run_is_for_one_process(tmp_path: Path) -> None:
-    for kwargs in ({"output": "features"}, {"workspace": tmp_path}):
-        with pytest.raises(ValueError, match="over several processes"):
-            stream(ranks.build(3), ranks.images(64, 40)[0], progress=False, group=object(), **kwargs)  # type: ignore[arg-type]
+def test_dense_outputs_are_written_by_all_processes(found, folder: Path) -> None:
+    for height, width in ranks.SIZES:
+        expected = stream(ranks.build(3), ranks.images(height, width)[0], output="features", progress=False)
+        for size in found:
+            got = np.load(folder / f"{height}-{width}-{size}.npy")
+            assert relative(torch.from_numpy(got)[None], expected) < 1e-10
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_killed_group_resumes_to_the_same_bits(found, folder: Path, size: int) -> None:
+    """The killed process had finished one pass less than the others: all go back to that one."""
+    expected = found[size][0]["stream 3 100 52 5"]
+    for rank in range(size):
+        result = torch.load(folder / f"resumed-{size}-{rank}.pt", weights_only=True)
+        assert (result["logits"] == expected).all()
+        assert 0.2 < result["seen"][0] < 0.5
+        assert list((folder / f"workspace-{size}" / f"process-{rank}").iterdir()) == []
+
+
+def test_what_crosses_is_logged_by_pass(found) -> None:
+    """Sums of float64 that do not grow with the image, and halo rows of 9 or 13 tokens of 16 numbers."""
+    for height, width, columns in ((61, 33, 9), (100, 52, 13)):
+        assert found[2][0][f"log {height} {width}"] == [
+            f"block 0 applied: sent 0 bytes of halo rows and {8 * 9 * 16} of sums",
+            f"block 1 measured: sent {8 * columns * 16} bytes of halo rows and {8 * 4 * 16} of sums",
+            f"blocks 1 to 3 applied: sent {8 * 3 * columns * 16} bytes of halo rows and {8 * 9 * 16} of sums",
+            f"block 4 measured: sent {8 * columns * 16} bytes of halo rows and {8 * 4 * 16} of sums",
+            f"block 4 applied: sent {8 * columns * 16} bytes of halo rows and {8 * 16} of sums",
+        ]
+
+
+def test_one_process_that_fails_ends_the_run_on_all(found) -> None:
+    """The message of the failing one names the region; the group stays usable, and a missing file ends likewise."""
+    for size, processes in found.items():
+        failed = [process["failed"] for process in processes]
+        assert re.match(r"RegionError: image: rows \d+-64, columns 0-40 could not be read: .*truncated", failed[-1][0])
+        assert "another process that shares this image failed" in failed[0][0]
+        assert "another process that shares this image failed" in failed[0][1]
+        assert all("no image at" in failed[rank][1] for rank in range(1, size))
+
+
+def test_a_dense_output_over_processes_needs_a_file_they_share(tmp_path: Path) -> None:
+    for out in (None, tmp_path / "f.zarr"):
+        with pytest.raises(ValueError, match=r"over several processes.* \.npy"):
+            stream(
+                ranks.build(3),
+                ranks.images(64, 40)[0],
+                output="features",
+                out=out,
+                progress=False,
+                group=object(),  # type: ignore[arg-type]
+            )
 
 
 def test_a_model_without_pooling_is_refused() -> None:

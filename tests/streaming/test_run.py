@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor
 
 from weightformer.streaming import stream
@@ -146,6 +148,17 @@ def test_grey_images_serve_colour_models_and_alpha_is_dropped(model) -> None:
     assert (stream(model, torch.cat([grey.expand(3, -1, -1), grey[None] // 2]), progress=False) == expected).all()
 
 
+def test_a_grey_model_takes_the_luma_of_colours(lively, photograph) -> None:
+    grey = lively(in_chans=1)
+    expected = stream(grey, np.asarray(Image.fromarray(photograph).convert("L")), progress=False)
+    for pixels in (photograph, np.concatenate([photograph, photograph[..., :1] // 2], axis=2)):
+        assert (stream(grey, pixels, progress=False) == expected).all()
+    assert relative(stream(grey, photograph.astype(np.uint16) * 257, progress=False), expected) < 1e-2
+    own = torch.randn(3, 30, 50)  # the model's own input
+    expected = stream(grey, (0.299 * own[:1] + 0.587 * own[1:2] + 0.114 * own[2:]), progress=False)
+    assert relative(stream(grey, own, progress=False), expected) < 1e-4
+
+
 def test_a_model_of_two_channels(lively) -> None:
     model = lively(in_chans=2)
     image = torch.randn(1, 2, 30, 50)
@@ -201,6 +214,10 @@ def test_images_that_do_not_fit(model, shape: tuple[int, ...], message: str) -> 
         stream(model, torch.randn(shape), progress=False)
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused(lively) -> None:
     with pytest.raises(ValueError, match="Linear"):
         stream(torch.nn.Linear(3, 3), torch.randn(3, 40, 50))
+    changed = lively()
+    changed.blocks[2].act = torch.nn.ReLU()
+    with pytest.raises(ValueError, match="block 2 has the activation ReLU"):
+        stream(changed, torch.randn(3, 40, 50))

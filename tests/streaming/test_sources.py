@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from weightformer.streaming import RegionError, open_source, stream
+from weightformer.streaming import RegionError, find_sources, open_source, stream
 from weightformer.streaming.sources import OpenSlideSource, PillowSource, RasterioSource, Source
 
 tifffile = pytest.importorskip("tifffile")
@@ -70,6 +70,50 @@ def test_pillow_and_exif(tmp_path: Path, photograph: np.ndarray) -> None:
     source = open_source(tmp_path / "turned.png")
     turned = np.rot90(photograph, -1).transpose(2, 0, 1)
     np.testing.assert_array_equal(source.read(0, source.height, 0, source.width).numpy(), turned)
+
+
+def test_pillow_sixteen_bits_and_transparency(tmp_path: Path, photograph: np.ndarray) -> None:
+    deep = photograph[..., 0].astype(np.uint16) * 257
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert_same_pixels(open_source(tmp_path / "deep.png"), deep[None])
+    alpha = np.zeros(photograph.shape[:2], np.uint8)
+    alpha[:200] = 255
+    Image.fromarray(np.dstack([photograph, alpha])).save(tmp_path / "clear.png")
+    white = photograph.copy()
+    white[200:] = 255
+    assert_same_pixels(open_source(tmp_path / "clear.png"), white.transpose(2, 0, 1))
+
+
+def test_pillow_decodes_when_it_is_read(tmp_path: Path, photograph: np.ndarray) -> None:
+    """Sizes are known at once; damage shows at the read, which names the file and the region."""
+    Image.fromarray(photograph).save(tmp_path / "image.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "image.png").read_bytes()[:100_000])
+    source = open_source(tmp_path / "half.png")
+    assert (source.height, source.width) == (427, 640)
+    with pytest.raises(RegionError, match=r"half\.png: rows 0-64, columns 0-640 could not be read.*truncated"):
+        source.read(0, 64, 0, 640)
+
+
+def test_images_are_found(tmp_path: Path, photograph: np.ndarray) -> None:
+    for name in ("b.tif", "deep/a.png", "deep/notes.txt", ".hidden.png", "deep/.cache/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    zarr.create_array(str(tmp_path / "deep" / "z.zarr"), shape=(9, 9), dtype="u1")
+    write_tiles(tmp_path / "tiles", photograph)
+    found = find_sources([tmp_path / "deep", tmp_path / "b.tif"])
+    assert list(found) == ["a.png", "z.zarr", "b.tif"]
+    assert found["a.png"] == tmp_path / "deep" / "a.png"
+    assert list(find_sources([tmp_path]))[:3] == ["b.tif", "deep/a.png", "deep/z.zarr"]
+    assert find_sources([tmp_path / "tiles"], tiles=True) == {"tiles": tmp_path / "tiles"}
+    assert len(find_sources([tmp_path / "tiles"])) == 12
+    assert find_sources([tmp_path / "deep" / "z.zarr"]) == {"z.zarr": tmp_path / "deep" / "z.zarr"}
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
+        find_sources([tmp_path / "absent"])
+    with pytest.raises(ValueError, match="have the same name"):
+        find_sources([tmp_path / "deep", tmp_path / "deep" / "a.png"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no images under"):
+        find_sources([tmp_path / "empty"])
 
 
 @pytest.mark.parametrize("axes", ["HWC", "CHW", "TCHW", "group"])

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from weightformer.training.config import OptimConfig
-from weightformer.training.optim import build_optimizer, cosine_lr
+from weightformer.training.optim import build_optimizer, cosine_lr, linear_lr
 
 RELEASED = {"total": 187_500, "warmup": 12_500, "peak": 2e-3, "start": 2e-6, "floor": 2e-5}
 
@@ -20,6 +20,13 @@ def test_cosine_is_counted_from_step_zero() -> None:
     assert cosine_lr(12_500, **RELEASED) == pytest.approx(1.978e-3, rel=1e-3), "the released drop after the warm-up"
     assert cosine_lr(187_500, **RELEASED) == pytest.approx(2e-5)
     assert cosine_lr(93_750, **RELEASED) == pytest.approx((2e-3 + 2e-5) / 2)
+
+
+def test_line_is_counted_from_step_zero() -> None:
+    rates = {
+        step: linear_lr(step, total=100, warmup=10, peak=2.0, start=0.2, floor=0.1) for step in (0, 5, 10, 50, 100)
+    }
+    assert rates == pytest.approx({0: 0.2, 5: 1.1, 10: 1.81, 50: 1.05, 100: 0.1})
 
 
 def test_rates_scale_with_the_global_batch() -> None:
@@ -78,7 +85,7 @@ def test_every_option_changes_the_optimiser() -> None:
 
     changed = {
         "lr": 1e-2, "warmup_lr": 1e-5, "min_lr": 1e-5, "lr_batch": 0, "warmup_epochs": 1, "weight_decay": 0.1,
-        "betas": (0.8, 0.9), "eps": 1e-6,
+        "betas": (0.8, 0.9), "eps": 1e-6, "schedule": "linear",
     }  # fmt: skip
     base = rates(warmup_epochs=2)
     for name, value in changed.items():

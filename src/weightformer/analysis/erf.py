@@ -298,7 +298,7 @@ def _checkpoint_panels(
     from weightformer.tasks.classification import Config, read_checkpoint
     from weightformer.tasks.classification.data import ImageData
     from weightformer.tasks.classification.module import build_model
-    from weightformer.tasks.classification.run import normalization
+    from weightformer.training.runs import normalization
 
     content, class_names = read_checkpoint(path)
     config = parse_config(Config, content, where=path)

@@ -30,7 +30,7 @@ def describe(name: str, size: Sequence[int] | None = None, *, in_chans: int | No
     if size and (len(size) > 2 or min(size) < 1):
         raise ValueError(f"--size takes a side, or height and width, in pixels; got {size}")
     wanted = (size[0], size[-1]) if size else None
-    build = _denoiser if name.startswith("denoiser") else _timm_model
+    build = _denoiser if name.startswith(("denoiser", "dig_")) else _timm_model
     try:
         model, channels, (height, width), inputs = build(name, wanted, in_chans, kwargs)
     except TypeError as error:

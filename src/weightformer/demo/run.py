@@ -173,7 +173,7 @@ def _predicted_weights(config: Any, weights: Path, files: Sequence[Path]) -> dic
     from weightformer.models.checkpoint import load_weights
     from weightformer.tasks.classification.data import eval_transform, read_image
     from weightformer.tasks.classification.module import build_model
-    from weightformer.tasks.classification.run import normalization
+    from weightformer.training.runs import normalization
 
     model = build_model(config.model, 10, config.data.image_size)
     load_weights(model, weights)

@@ -10,6 +10,7 @@ any height and width, and sides that are no multiple of the patch are zero-padde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from weightformer.layers.block import untouched
 from weightformer.models.weightformer import PatchEmbed
 from weightformer.ops.dispatch import capturing
 
-__all__ = ["DENOISERS", "DenoiserBlock", "WeightFormerDenoiser", "create_denoiser", "sincos_positions"]
+__all__ = [
+    "DENOISERS",
+    "ConditionalDenoiser",
+    "DenoiserBlock",
+    "WeightFormerDenoiser",
+    "create_denoiser",
+    "sincos_positions",
+]
 
 _TIME_FEATURES = 256
 
@@ -39,18 +47,23 @@ DENOISERS: dict[str, dict[str, Any]] = {
 }
 
 
-def create_denoiser(name: str, **kwargs: Any) -> WeightFormerDenoiser:
-    """A denoiser of one of the paper's sizes.
+def create_denoiser(name: str, **kwargs: Any) -> ConditionalDenoiser:
+    """A denoiser of one of the paper's sizes, or the baseline DiG.
 
     Args:
-        name: a key of `DENOISERS`: ``denoiser_s_2`` is size S with patch 2; ``denoiser_micro`` serves tests.
-        **kwargs: for `WeightFormerDenoiser`; they go before the named size's own.
+        name: a key of `DENOISERS`: ``denoiser_s_2`` is size S with patch 2; ``denoiser_micro`` serves tests. Or one of
+            `weightformer.models.dig.DIG`: ``dig_s_2``, ``dig_b_2``, ``dig_micro``.
+        **kwargs: for `WeightFormerDenoiser` or `weightformer.models.DiG`; they go before the named size's own.
 
     Raises:
         ValueError: an unknown name or an argument out of range.
     """
+    from weightformer.models.dig import DIG, DiG  # which builds on this module
+
+    if name in DIG:
+        return DiG(**(DIG[name] | kwargs))
     if name not in DENOISERS:
-        raise ValueError(f"no denoiser {name!r}; choose one of {', '.join(DENOISERS)}")
+        raise ValueError(f"no denoiser {name!r}; choose one of {', '.join((*DENOISERS, *DIG))}")
     return WeightFormerDenoiser(**(DENOISERS[name] | kwargs))
 
 
@@ -67,6 +80,9 @@ class DenoiserBlock(nn.Module):
         dynamic: whether the convolution and fc1 predict their weights.
         linear_predictor: see `weightformer.layers.DynamicLinear`.
         conv_predictor: see `weightformer.layers.DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `weightformer.layers.DynamicLinear`.
     """
 
     def __init__(
@@ -77,15 +93,25 @@ class DenoiserBlock(nn.Module):
         dynamic: bool = False,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
     ) -> None:
         super().__init__()
         hidden = int(dim * mlp_ratio)
+        parts: dict[str, Any] = {"static_weight": static_weight, "normalize": normalize}
         self.dynamic = dynamic
+        self.conv: nn.Module
+        self.fc1: nn.Module
         self.modulation = nn.Linear(dim, 6 * dim)
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor) if dynamic else DepthwiseConv2d(dim)
+        if dynamic:
+            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **parts)
+            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, pool=pool, **parts)
+        else:
+            self.conv = DepthwiseConv2d(dim)
+            self.fc1 = nn.Linear(dim, hidden)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor) if dynamic else nn.Linear(dim, hidden)
         self.act = nn.GELU("tanh")
         self.fc2 = nn.Linear(hidden, dim)
 
@@ -99,64 +125,57 @@ class DenoiserBlock(nn.Module):
         if untouched({fc1: DynamicLinear if self.dynamic else nn.Linear, self.act: nn.GELU, self.fc2: nn.Linear}):
             weight = fc1.predict(y, y.dtype) if self.dynamic else fc1.weight
             return ops.mlp(
-                x, y, weight, fc1.bias, self.fc2.weight, self.fc2.bias, gate=gate2, approximate=self.act.approximate
+                x,
+                y,
+                weight,
+                fc1.bias,
+                self.fc2.weight,
+                self.fc2.bias,
+                gate=gate2,
+                approximate=self.act.approximate,
+                overwrite_y=True,
             )
         return x + gate2 * self.fc2(self.act(fc1(y)))
 
 
-class WeightFormerDenoiser(ModelMixin, ConfigMixin):
-    """Predicts the noise in a latent or an image, and the variance of the step, given its time step and class.
+class ConditionalDenoiser(ModelMixin, ConfigMixin):
+    """DiT's scheme around a stack of blocks: what denoisers of different blocks share.
+
+    A subclass names its arguments in a constructor of its own, under ``register_to_config``, and passes on these:
 
     Args:
-        sample_size: side of the latents it is trained on, or (height, width). Others are accepted too: positions are
-            counted from the top left corner, one a token.
-        patch_size: latent pixels a side of a patch.
-        in_channels: channels of the latent.
-        out_channels: follows from ``in_channels`` and ``learn_sigma``; stored for pipelines that read it.
-        hidden_size: C; a multiple of 4.
+        make_block: block number i, a module of tokens (B, H, W, C) and the activated condition (B, C).
         depth: number of blocks.
-        num_classes: classes; the null class of guidance comes after them, as number ``num_classes``.
-        learn_sigma: predict the variance too, in as many channels more.
-        class_dropout_prob: how often, in training, a sample's class is replaced by the null class. With 0 there is no
-            null class, so that the model cannot be guided.
-        mlp_ratio: hidden width of each MLP over C.
-        dynamic_every: block i is dynamic when ``(i + dynamic_every - 1) % dynamic_every == 0``, so 3 makes blocks
-            1, 4, 7, ... dynamic; 0 makes every block static.
-        linear_predictor: see `weightformer.layers.DynamicLinear`.
-        conv_predictor: see `weightformer.layers.DynamicDepthwiseConv2d`.
+        sample_size: see `WeightFormerDenoiser`, likewise all others.
+        patch_size: see there.
+        in_channels: see there.
+        out_channels: see there.
+        hidden_size: see there.
+        num_classes: see there.
+        learn_sigma: see there.
+        class_dropout_prob: see there.
 
     Raises:
-        ValueError: an argument out of range or an unknown name.
+        ValueError: an argument out of range.
     """
 
-    # A saved pipeline names this module, which `import weightformer` brings and which imports this file when asked:
-    # diffusers resolves a class only in modules that are already imported.
-    __module__ = "weightformer.models"
-
     _supports_gradient_checkpointing = True
-    _no_split_modules = ["DenoiserBlock"]  # noqa: RUF012 - diffusers declares them so
-    _repeated_blocks = ["DenoiserBlock"]  # noqa: RUF012
 
-    @register_to_config
     def __init__(
         self,
-        sample_size: int | tuple[int, int] = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        out_channels: int | None = None,
-        hidden_size: int = 384,
-        depth: int = 15,
-        num_classes: int = 1000,
-        learn_sigma: bool = True,
-        class_dropout_prob: float = 0.1,
-        mlp_ratio: float = 4.0,
-        dynamic_every: int = 3,
-        linear_predictor: str = "bilateral",
-        conv_predictor: str = "adaptive",
+        make_block: Callable[[int], nn.Module],
+        *,
+        depth: int,
+        sample_size: int | tuple[int, int],
+        patch_size: int,
+        in_channels: int,
+        out_channels: int | None,
+        hidden_size: int,
+        num_classes: int,
+        learn_sigma: bool,
+        class_dropout_prob: float,
     ) -> None:
         super().__init__()
-        if dynamic_every < 0:
-            raise ValueError(f"dynamic_every must be 0 (all static) or more, got {dynamic_every}")
         if depth < 1 or num_classes < 1:
             raise ValueError(f"depth and num_classes must be at least 1, got {depth} and {num_classes}")
         if hidden_size % 4:
@@ -171,6 +190,8 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
             )
         self.register_to_config(out_channels=predicted)
         self.gradient_checkpointing = False
+        self.label_dropout = class_dropout_prob
+        """Share of labels dropped in training; 0 where the caller drops them itself."""
         height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
         self.grid = (-(-height // patch_size), -(-width // patch_size))
 
@@ -180,16 +201,7 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
         self.time_embed = TimestepEmbedding(_TIME_FEATURES, hidden_size)
         self.label_embed = nn.Embedding(num_classes + (class_dropout_prob > 0), hidden_size)
         self.act = nn.SiLU()
-        self.blocks = nn.ModuleList(
-            DenoiserBlock(
-                hidden_size,
-                mlp_ratio=mlp_ratio,
-                dynamic=dynamic_every > 0 and (i + dynamic_every - 1) % dynamic_every == 0,
-                linear_predictor=linear_predictor,
-                conv_predictor=conv_predictor,
-            )
-            for i in range(depth)
-        )
+        self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
         self.out_norm = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.out_modulation = nn.Linear(hidden_size, 2 * hidden_size)
         self.out_proj = nn.Linear(hidden_size, patch_size * patch_size * predicted)
@@ -201,12 +213,13 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
 
         nn.Linear, the patch embedding as one too: xavier-uniform, bias 0. Time and label embedding: normal 0.02.
         Dynamic layers and convolutions: as in the backbone. Every modulation and the last layer: zero, so that a
-        block starts as its norm and the model predicts zero.
+        block starts without its branches and the model predicts zero.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, (nn.Conv2d, DynamicLinear, DynamicDepthwiseConv2d)):
                 module.reset_parameters()
         patches: Any = self.input_embed.proj
@@ -273,8 +286,8 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
                 f"class labels {labels.tolist()} are not all between 0 and {rows - 1}"
                 + (f" ({null} is the null class)" if rows > null else "; this model has no null class")
             )
-        if self.training and self.config.class_dropout_prob > 0:
-            dropped = torch.rand(len(labels), device=labels.device) < self.config.class_dropout_prob
+        if self.training and self.label_dropout > 0:
+            dropped = torch.rand(len(labels), device=labels.device) < self.label_dropout
             labels = labels.masked_fill(dropped, null)
         return self.label_embed(labels).expand(batch, -1)
 
@@ -283,6 +296,91 @@ class WeightFormerDenoiser(ModelMixin, ConfigMixin):
         patch = self.config.patch_size
         x = x.unflatten(-1, (patch, patch, -1)).permute(0, 5, 1, 3, 2, 4)  # (B, out_channels, H, patch, W, patch)
         return x.flatten(4, 5).flatten(2, 3)
+
+
+class WeightFormerDenoiser(ConditionalDenoiser):
+    """Predicts the noise in a latent or an image, and the variance of the step, given its time step and class.
+
+    Args:
+        sample_size: side of the latents it is trained on, or (height, width). Others are accepted too: positions are
+            counted from the top left corner, one a token.
+        patch_size: latent pixels a side of a patch.
+        in_channels: channels of the latent.
+        out_channels: follows from ``in_channels`` and ``learn_sigma``; stored for pipelines that read it.
+        hidden_size: C; a multiple of 4.
+        depth: number of blocks.
+        num_classes: classes; the null class of guidance comes after them, as number ``num_classes``.
+        learn_sigma: predict the variance too, in as many channels more.
+        class_dropout_prob: how often, in training, a sample's class is replaced by the null class. With 0 there is no
+            null class, so that the model cannot be guided.
+        mlp_ratio: hidden width of each MLP over C.
+        dynamic_every: block i is dynamic when ``(i + dynamic_every - 1) % dynamic_every == 0``, so 3 makes blocks
+            1, 4, 7, ... dynamic; 0 makes every block static.
+        linear_predictor: see `weightformer.layers.DynamicLinear`.
+        conv_predictor: see `weightformer.layers.DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `weightformer.layers.DynamicLinear`.
+
+    Raises:
+        ValueError: an argument out of range or an unknown name.
+    """
+
+    # A saved pipeline names this module, which `import weightformer` brings and which imports this file when asked:
+    # diffusers resolves a class only in modules that are already imported.
+    __module__ = "weightformer.models"
+
+    _no_split_modules = ["DenoiserBlock"]  # noqa: RUF012 - diffusers declares them so
+    _repeated_blocks = ["DenoiserBlock"]  # noqa: RUF012
+    _skip_layerwise_casting_patterns = [r"conv\.proj"]  # noqa: RUF012 - what enters them is cast to their weight's dtype
+
+    @register_to_config
+    def __init__(
+        self,
+        sample_size: int | tuple[int, int] = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        out_channels: int | None = None,
+        hidden_size: int = 384,
+        depth: int = 15,
+        num_classes: int = 1000,
+        learn_sigma: bool = True,
+        class_dropout_prob: float = 0.1,
+        mlp_ratio: float = 4.0,
+        dynamic_every: int = 3,
+        linear_predictor: str = "bilateral",
+        conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
+    ) -> None:
+        if dynamic_every < 0:
+            raise ValueError(f"dynamic_every must be 0 (all static) or more, got {dynamic_every}")
+
+        def make_block(i: int) -> DenoiserBlock:
+            return DenoiserBlock(
+                hidden_size,
+                mlp_ratio=mlp_ratio,
+                dynamic=dynamic_every > 0 and (i + dynamic_every - 1) % dynamic_every == 0,
+                linear_predictor=linear_predictor,
+                conv_predictor=conv_predictor,
+                static_weight=static_weight,
+                normalize=normalize,
+                pool=pool,
+            )
+
+        super().__init__(
+            make_block,
+            depth=depth,
+            sample_size=sample_size,
+            patch_size=patch_size,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            hidden_size=hidden_size,
+            num_classes=num_classes,
+            learn_sigma=learn_sigma,
+            class_dropout_prob=class_dropout_prob,
+        )
 
 
 def sincos_positions(height: int, width: int, dim: int, device: torch.device | str | None = None) -> Tensor:

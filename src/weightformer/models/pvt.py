@@ -154,7 +154,7 @@ class PyramidVisionTransformer(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, height, width) to logits (B, num_classes)."""
+        """Images (B, in_chans, height, width), 32 px a side or more, to logits (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
@@ -239,6 +239,8 @@ class PyramidVisionTransformer(nn.Module):
 
     def _run(self, x: Tensor, stages: int, norm: bool = False) -> tuple[Tensor, list[Tensor]]:
         """The last tokens (B, N, C) after so many stages, and the map (B, C, H, W) of each."""
+        if min(x.shape[-2:]) < 32:  # keys and values of the first stage are reduced by 4 x 8
+            raise ValueError(f"PVT needs images of at least 32 px a side, got {x.shape[-2]} x {x.shape[-1]} px")
         maps: list[Tensor] = []
         tokens = x
         for i, stage in enumerate(self.stages[:stages]):

@@ -5,6 +5,7 @@ from weightformer.ops.depthwise_norm import depthwise_norm
 from weightformer.ops.dispatch import IMPLEMENTATIONS, implementation
 from weightformer.ops.dynamic_depthwise import dynamic_depthwise_conv2d
 from weightformer.ops.dynamic_linear import dynamic_linear, linear_weight
+from weightformer.ops.gated_linear_attention import gated_linear_attention
 from weightformer.ops.mlp import mlp
 from weightformer.ops.pooling import pool_2x2, region_mean
 from weightformer.ops.precision import normalize_update, wide
@@ -14,6 +15,7 @@ __all__ = [
     "depthwise_norm",
     "dynamic_depthwise_conv2d",
     "dynamic_linear",
+    "gated_linear_attention",
     "implementation",
     "linear_weight",
     "mlp",

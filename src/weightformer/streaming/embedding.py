@@ -26,7 +26,7 @@ def check_image(model: WeightFormer, image: Source) -> None:
         raise ValueError(
             f"{image.name} is {image.height} x {image.width} px, smaller than one patch of {patch} x {patch} px"
         )
-    if image.channels not in (1, wanted) and (image.channels, wanted) != (4, 3):
+    if image.channels not in (1, wanted) and (image.channels, wanted) not in ((4, 3), (3, 1), (4, 1)):
         raise ValueError(f"{image.name} has {image.channels} channels, the model takes {wanted}")
 
 
@@ -61,13 +61,21 @@ def _regions(image: Source, patch: int, start: int, stop: int, strip_rows: int) 
 def _model_input(model: WeightFormer, pixels: Tensor) -> Tensor:
     """Pixels as the model takes them, with zeros at the right and bottom up to whole patches."""
     weight, patch = model.patch_embed.proj.weight, model.patch_embed.patch_size
-    x = pixels[: weight.shape[1]].to(weight.device)
+    x = pixels.to(weight.device)
+    x = _luma(x) if len(x) >= 3 and weight.shape[1] == 1 else x[: weight.shape[1]]
     if not x.is_floating_point():
         top, dtype = torch.iinfo(x.dtype).max, ops.wide(weight[:0]).dtype
         mean, std = (torch.tensor(v, dtype=dtype, device=x.device)[:, None, None] for v in _mean_std(model))
         x = (x.to(dtype) / top - mean) / std
     x = x.to(weight.dtype).expand(weight.shape[1], -1, -1)
     return F.pad(x, (0, -x.shape[2] % patch, 0, -x.shape[1] % patch))
+
+
+def _luma(pixels: Tensor) -> Tensor:
+    """Red, green, blue to grey (1, h, w) in the same type, by ITU-R 601 in the integers that Pillow uses."""
+    red, green, blue = pixels[:3] if pixels.is_floating_point() else pixels[:3].long()
+    grey = 19595 * red + 38470 * green + 7471 * blue
+    return (grey / 65536 if pixels.is_floating_point() else (grey + 32768) >> 16).to(pixels.dtype)[None]
 
 
 def _mean_std(model: WeightFormer) -> tuple[list[float], list[float]]:

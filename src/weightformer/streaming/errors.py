@@ -1,8 +1,8 @@
-"""What can go wrong while an image is streamed: both errors name the file and the place in it."""
+"""What can go wrong while an image is streamed; the errors name the file and the place in it."""
 
 from __future__ import annotations
 
-__all__ = ["RegionError", "WorkspaceError"]
+__all__ = ["PeerError", "RegionError", "WorkspaceError"]
 
 
 class RegionError(OSError):
@@ -11,3 +11,7 @@ class RegionError(OSError):
 
 class WorkspaceError(OSError):
     """Tokens or results could not be written or read back; the message names the file and its rows."""
+
+
+class PeerError(RuntimeError):
+    """All is well here, but another of the processes that share the image failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from weightformer.streaming.errors import WorkspaceError
 from weightformer.streaming.sources import import_reader
-from weightformer.streaming.workspace import FileRows
+from weightformer.streaming.workspace import FileRows, num_bytes
 
 __all__ = ["DenseOutput", "MeanOutput", "Output", "accumulator_dtype"]
 
@@ -96,11 +97,14 @@ class DenseOutput:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         name = np.dtype(str(dtype).removeprefix("torch."))
         if self._path.suffix == ".npy":
-            with open(self._path, "wb") as file:
+            # Not truncated when opened: of several processes that write their rows, another may have begun.
+            with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
                 np.lib.format.write_array_header_2_0(
                     file, {"descr": np.lib.format.dtype_to_descr(name), "fortran_order": False, "shape": shape}
                 )
                 header = file.tell()
+                if file.seek(0, os.SEEK_END) > (size := header + num_bytes(shape, dtype)):
+                    file.truncate(size)
             rows = FileRows(self._path, shape, dtype, offset=header)
             self._close = rows.close
             return rows.write

@@ -45,9 +45,6 @@ __all__ = [
 Strips = Iterator[Tensor]
 T = TypeVar("T")
 
-# The MLP works on as many tokens at a time as stay in cache with their hidden layer.
-_MLP_TOKENS = 512
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -75,6 +72,8 @@ def segments(blocks: Iterable[nn.Module]) -> list[Segment]:
     for i, block in enumerate(blocks):
         if not isinstance(block, Block):
             raise ValueError(f"block {i} is a {type(block).__name__}; only weightformer.layers.Block can be streamed")
+        if type(block.act) is not nn.GELU:
+            raise ValueError(f"block {i} has the activation {type(block.act).__name__}; only GELU can be streamed")
         if block.dynamic:
             groups.append((block, []))
         else:
@@ -168,20 +167,19 @@ def _inside(bounds: tuple[Tensor, Tensor], start: int, count: int, dtype: torch.
 class Weights:
     """All that `apply_block` needs of a block whose weights are known."""
 
-    kernel: Tensor  # (C, 1, 3, 3)
+    kernel: Tensor  # (C, 3, 3)
     kernel_bias: Tensor
-    norm: nn.Module
-    fc1: Tensor  # (O, C)
+    norm: nn.LayerNorm
+    fc1: Tensor  # (O, C), or predicted (1, C, O)
     fc1_bias: Tensor
-    act: Callable[[Tensor], Tensor]
-    fc2: nn.Module
+    fc2: nn.Linear
 
 
 def static_weights(block: Block) -> Weights:
     """The parameters of a static block."""
     conv: Any = block.conv
     fc1: Any = block.fc1
-    return Weights(conv.weight, conv.bias, block.norm2, fc1.weight, fc1.bias, block.act, block.fc2)
+    return Weights(conv.weight.squeeze(1), conv.bias, block.norm2, fc1.weight, fc1.bias, block.fc2)
 
 
 def dynamic_weights(block: Block, kernel: Tensor, weight: Tensor | None, height: int, width: int) -> Weights:
@@ -196,9 +194,9 @@ def dynamic_weights(block: Block, kernel: Tensor, weight: Tensor | None, height:
     """
     conv: Any = block.conv
     fc1: Any = block.fc1
-    taps = conv.kernel(*kernel_means(conv, kernel, height, width))[0, :, None].to(conv.bias.dtype)
-    predicted = fc1.bias[:0, None] if weight is None else predicted_weight(block, weight, height, width)[0]
-    return Weights(taps, conv.bias, block.norm2, predicted.mT.contiguous(), fc1.bias, block.act, block.fc2)
+    taps = conv.kernel(*kernel_means(conv, kernel, height, width))[0].to(conv.bias.dtype)
+    predicted = fc1.bias[None, :0] if weight is None else predicted_weight(block, weight, height, width)
+    return Weights(taps, conv.bias, block.norm2, predicted, fc1.bias, block.fc2)
 
 
 def predicted_weight(block: Block, sums: Tensor, height: int, width: int) -> Tensor:
@@ -241,7 +239,7 @@ def measure_weight(
         total: zeros (1, *weight_sums_shape) or what was added up so far.
     """
     fc1: Any = block.fc1
-    tokens = _by_window(lambda window: weights.norm(_mix(weights, window)), strips, top, bottom)
+    tokens = _by_window(lambda window: _mix(weights, window)[1][0], strips, top, bottom)
     for strip in _row_pairs(tokens) if fc1.pool == "2" and not fc1.regions else tokens:
         if fc1.regions:
             total += region_sums(strip[None], row, height, total.dtype, fc1.regions)
@@ -260,12 +258,20 @@ def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> St
         top: whether the first row is the grid's first; if not, it serves only as the neighbour of the next row.
         bottom: likewise for the last row.
     """
-    return _by_window(lambda window: _mlp(weights, _mix(weights, window)), strips, top, bottom)
+
+    def step(window: Tensor) -> Tensor:
+        x, y = _mix(weights, window)
+        fc1, fc2 = (weights.fc1, weights.fc1_bias), (weights.fc2.weight, weights.fc2.bias)
+        return ops.mlp(x, y, *fc1, *fc2, overwrite_y=True)[0]
+
+    return _by_window(step, strips, top, bottom)
 
 
-def _mix(weights: Weights, window: Tensor) -> Tensor:
-    """``x + conv(x)`` for the inner rows of a window (n + 2, W, C)."""
-    return _convolve(window, weights.kernel, weights.kernel_bias).add_(window[1:-1])
+def _mix(weights: Weights, window: Tensor) -> tuple[Tensor, Tensor]:
+    """``x + conv(x)`` and its norm2 for the inner rows of a window (n + 2, W, C), both (1, n, W, C)."""
+    norm = weights.norm
+    x, y = ops.depthwise_norm(window[None], weights.kernel, weights.kernel_bias, norm.weight, norm.bias, norm.eps)
+    return x[:, 1:-1], y[:, 1:-1]
 
 
 def _convolve(window: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
@@ -273,13 +279,6 @@ def _convolve(window: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
     x = window[None].permute(0, 3, 1, 2)
     y = F.conv2d(x, kernel, bias, padding=(0, 1), groups=x.shape[1])
     return y[0].permute(1, 2, 0).contiguous()
-
-
-def _mlp(weights: Weights, x: Tensor) -> Tensor:
-    """``x + fc2(gelu(fc1(norm2(x))))``, in place."""
-    for part in x.flatten(0, 1).split(_MLP_TOKENS):
-        part += weights.fc2(weights.act(F.linear(weights.norm(part), weights.fc1, weights.fc1_bias)))
-    return x
 
 
 def _by_window(step: Callable[[Tensor], Tensor], strips: Strips, top: bool, bottom: bool) -> Strips:

@@ -12,7 +12,7 @@ from torch import Tensor
 from weightformer.layers import Block
 from weightformer.models import WeightFormer
 
-__all__ = ["Meter", "block_work", "embed_work", "measure_work", "progress_bar"]
+__all__ = ["Job", "Meter", "block_work", "embed_work", "job_bar", "measure_work", "progress_bar"]
 
 # Normalisation, residuals and convolution are bound by memory: an element costs as much time as so many multiply-adds.
 _ELEMENT = 250
@@ -63,11 +63,55 @@ class Meter:
             self.add(rows * work_per_row)
 
 
+class Job:
+    """Progress over one image or several, weighted by their pixels.
+
+    Args:
+        total: pixels of all images.
+        show: called as ``show(name, done, begun, total)``: the image, and pixels finished, found finished when this
+            run began, and wanted.
+    """
+
+    def __init__(self, total: float, show: Callable[[str, float, float, float], None]) -> None:
+        self._total, self._show = total, show
+        self._before = self._begun = 0.0
+
+    def image(self, name: str, pixels: float) -> Callable[[float], None]:
+        """A listener for the finished share of the next image; the first share it hears was there from the start."""
+        before, self._before = self._before, self._before + pixels
+        fresh = True
+
+        def listen(share: float) -> None:
+            nonlocal fresh
+            if fresh:
+                self._begun += share * pixels
+                fresh = False
+            self._show(name, before + share * pixels, self._begun, self._total)
+
+        return listen
+
+    def without(self, name: str, pixels: float) -> None:
+        """Leave out the image that was begun last: it failed, and says nothing about speed."""
+        self._before -= pixels
+        self._total -= pixels
+        self._show(name, self._before, self._begun, self._total)
+
+
 @contextmanager
 def progress_bar(name: str, show: bool | Callable[[float], None]) -> Iterator[Callable[[float], None]]:
     """A listener for `Meter`: a bar on the terminal's error stream, the given callable, or nothing."""
-    if callable(show) or not show:
-        yield show if callable(show) else lambda share: None
+    if callable(show):
+        yield show
+        return
+    with job_bar(1.0, show) as job:
+        yield job.image(name, 1.0)
+
+
+@contextmanager
+def job_bar(total: float, show: bool) -> Iterator[Job]:
+    """A `Job` with or without a bar on the terminal's error stream."""
+    if not show:
+        yield Job(total, lambda *_: None)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
@@ -77,21 +121,16 @@ def progress_bar(name: str, show: bool | Callable[[float], None]) -> Iterator[Ca
 
         def render(self, task: Task) -> Any:
             done = task.completed - task.fields["begun"]
-            if not done or not task.elapsed:
+            if done <= 0 or not task.elapsed:
                 return "-:--:-- left"
             left = task.elapsed * ((task.total or 0) - task.completed) / done
             return f"{timedelta(seconds=round(left))} left"
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Remaining())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=1.0, begun=0.0)
-        started = False
+        task = bar.add_task("", total=total, begun=0.0)
 
-        def listen(share: float) -> None:
-            nonlocal started
-            if not started:
-                bar.update(task, begun=share)
-                started = True
-            bar.update(task, completed=share)
+        def update(name: str, done: float, begun: float, total: float) -> None:
+            bar.update(task, description=name, completed=done, begun=begun, total=total)
 
-        yield listen
+        yield Job(total, update)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -9,7 +11,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Rows", "split_rows"]
+from weightformer.streaming.errors import PeerError
+
+__all__ = ["Rows", "least", "split_rows", "together"]
+
+
+def least(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The smallest of every process's numbers."""
+    if group is None:
+        return number
+    value = torch.tensor(number, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
+    return int(value)
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Leave the block on every process, or raise on every process: none waits for one that failed.
+
+    Raises:
+        PeerError: the block succeeded here and failed elsewhere.
+    """
+    try:
+        yield
+    except Exception:
+        least(0, group, device)
+        raise
+    if not least(1, group, device):
+        raise PeerError("another process that shares this image failed; its own message says why")
 
 
 def split_rows(height: int, parts: int) -> list[int]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from weightformer.streaming.passes import (
     weight_sums_shape,
 )
 from weightformer.streaming.progress import Meter, block_work, embed_work, measure_work, progress_bar
-from weightformer.streaming.rows import Rows
+from weightformer.streaming.rows import Rows, least, together
 from weightformer.streaming.sources import Source, open_source
 from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
 
-__all__ = ["stream"]
+__all__ = ["check_arguments", "digest", "stream"]
+
+_logger = logging.getLogger("weightformer.streaming")
 
 
 @torch.no_grad()
@@ -60,7 +63,8 @@ def stream(
         model: on any device; runs as in eval mode.
         source: one image, as `open_source` takes it. Integer pixels are scaled by their type's maximum and normalised
             by the mean and deviation of ``model.pretrained_cfg``; floating-point ones are the model's own input.
-            One band serves a model of several, and a fourth band (alpha) is dropped for a model of three.
+            One band serves a model of several; of four bands a model of three or one drops the last (alpha), and a
+            model of one takes the luma of the others.
         output: ``"logits"`` as the forward returns them, ``"pooled"`` (mean token), ``"features"`` (every final token),
             or a function from final tokens (1, n, W, C) to (1, n, W, K), such as a per-token segmentation head.
         out: a ``.npy`` or ``.zarr`` path that a dense output is written to as it comes, as (H, W, K).
@@ -68,9 +72,12 @@ def stream(
         memory: for the tokens, in bytes or as in ``"2GiB"``; half of the device's memory by default. Tokens that
             exceed it go to ``workspace``, or without one to a temporary folder.
         workspace: a folder for the tokens, whatever their size. A run that was killed or failed resumes after its last
-            finished pass when it is called again with the same model, image and ``strip_rows``, to the same bits.
+            finished pass when it is called again with the same model, image, ``strip_rows`` and number of processes, to
+            the same bits.
         progress: whether to show a bar on the error stream; or a function called with the finished share, 0 to 1.
-        group: processes that share the image by rows; each calls with the same arguments and gets the same result.
+        group: processes that share the image by rows; each calls with the same arguments and gets the same result. What
+            each pass sent is logged (``weightformer.streaming``, level INFO). A dense output goes to a ``.npy`` file
+            that all of them can reach.
 
     Returns:
         (1, num_classes) or (1, C) for a pooled output, (1, H, W, K) for a dense one; the path if ``out`` is given.
@@ -81,26 +88,32 @@ def stream(
             run's.
         RegionError: pixels could not be read.
         WorkspaceError: tokens or results could not be written, as on a full disk.
+        PeerError: another process of the group failed.
     """
-    _check_arguments(model, output, out, strip_rows, workspace, group)
-    with _opened(source) as image, progress_bar(image.name, progress) as listener:
-        check_image(model, image)
-        patch = model.patch_embed.patch_size
-        height, width = -(-image.height // patch), -(-image.width // patch)
-        rows = Rows(height, group)
-        parts = segments(model.blocks)
-        rows.check_halo(max((part.halo for part in parts[1:]), default=0))
+    check_arguments(model, output, out, strip_rows, memory, group)
+    weight = model.patch_embed.proj.weight
+    with ExitStack() as stack:
+        with together(group, weight.device):
+            image = stack.enter_context(_opened(source))
+            check_image(model, image)
+            patch = model.patch_embed.patch_size
+            height, width = -(-image.height // patch), -(-image.width // patch)
+            rows = Rows(height, group)
+            parts = segments(model.blocks)
+            rows.check_halo(max((part.halo for part in parts[1:]), default=0))
+            sink = _sink(model, output, None if out is None else Path(out), rows, width)
 
-        weight = model.patch_embed.proj.weight
-        shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
-        sink = _sink(model, output, None if out is None else Path(out), rows, width)
-        folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device)
-        run = {}
-        if workspace is not None:
-            run = {"model": _digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
-        with open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary) as tokens:
-            _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
-            return sink.result()
+            listener = stack.enter_context(progress_bar(image.name, progress))
+            shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
+            folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device, group)
+            run = {}
+            if workspace is not None:
+                run = {"model": digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
+                run["division into processes"] = f"{rows.start}-{rows.stop} of {height}"
+            tokens = stack.enter_context(
+                open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary)
+            )
+        return _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
 
 
 class _Run:
@@ -121,22 +134,33 @@ class _Run:
         self.rows, self.width, self.strip_rows = rows, width, strip_rows
         self.meter = Meter(sum(self._work(number) for number in range(2 * len(parts) - 1)), listener)
 
-    def passes(self, sink: Output) -> None:
-        """Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
+    def passes(self, sink: Output) -> Any:
+        """What the sink makes of all passes.
+
+        Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
 
         Each pass leaves the tokens as they enter the next dynamic block's convolution, and the sums it needs.
         """
-        finished, statistics = self.tokens.resume()
+        finished = least(self.tokens.finished, self.rows.group, self.device)
+        statistics = self.tokens.resume(finished)
         self.meter.add(sum(self._work(number) for number in range(finished + 1)))
         for i, part in enumerate(self.parts):
             measure, apply = 2 * i - 1, 2 * i
             if part.dynamic is not None and finished < measure:
                 statistics["weight"] = self._measure(part, statistics["kernel"])
-                self.tokens.finish_pass(measure, statistics, wrote_tokens=False)
+                self._finish(measure, statistics, wrote_tokens=False)
             if finished < apply:
                 statistics = self._apply(i, statistics, sink)
                 if part is not self.parts[-1]:
-                    self.tokens.finish_pass(apply, statistics, wrote_tokens=True)
+                    self._finish(apply, statistics, wrote_tokens=True)
+        result = sink.result()
+        self._log_sent(2 * len(self.parts) - 2)
+        return result
+
+    def _finish(self, number: int, statistics: dict[str, Tensor], *, wrote_tokens: bool) -> None:
+        with together(self.rows.group, self.device):
+            self.tokens.finish_pass(number, statistics, wrote_tokens=wrote_tokens)
+        self._log_sent(number)
 
     def _measure(self, part: Segment, kernel: Tensor) -> Tensor:
         """The sums that a dynamic block predicts its linear weight from."""
@@ -146,7 +170,9 @@ class _Run:
         strips = self.meter.count(strips, measure_work(block) * self.width)
         total = self._zeros(1, *weight_sums_shape(block))
         start, height = self.rows.start, self.rows.height
-        return self.rows.sum(measure_weight(block, weights, strips, top, bottom, start, height, total))
+        with together(self.rows.group, self.device):
+            measure_weight(block, weights, strips, top, bottom, start, height, total)
+        return self.rows.sum(total)
 
     def _apply(self, index: int, statistics: dict[str, Tensor], sink: Output) -> dict[str, Tensor]:
         """Run the blocks of a segment; feed the sink after the last one, else return the next block's kernel sums."""
@@ -161,15 +187,17 @@ class _Run:
             strips = apply_block(static_weights(block), strips, top, bottom)
         first = 0 if top else self.rows.start
         if last:
-            for row, strip in self._own(first, strips):
-                sink.add(row, self.model.norm(strip))
+            with together(self.rows.group, self.device):
+                for row, strip in self._own(first, strips):
+                    sink.add(row, self.model.norm(strip))
             return {}
         following: Any = part.following
         conv = following.conv
         strips = self._kept(0 if top else first - conv.halo, map(following.norm1, strips))
         total = self._zeros(1, sum(n * n for n in conv.region_sizes), self.model.embed_dim)
-        for row, strip in self._own(first, kernel_tokens(conv, strips, top, bottom)):
-            total += kernel_sums(conv, strip[None], row, self.rows.height, total.dtype)
+        with together(self.rows.group, self.device):
+            for row, strip in self._own(first, kernel_tokens(conv, strips, top, bottom)):
+                total += kernel_sums(conv, strip[None], row, self.rows.height, total.dtype)
         return {"kernel": self.rows.sum(total)}
 
     def _kept(self, row: int, strips: Iterable[Tensor]) -> Strips:
@@ -193,7 +221,9 @@ class _Run:
         count = len(self.rows)
         above = below = None
         if self.rows.group is not None:
-            above, below = self.rows.neighbours(self.tokens.read(0, halo), self.tokens.read(count - halo, count))
+            with together(self.rows.group, self.device):
+                first, last = self.tokens.read(0, halo), self.tokens.read(count - halo, count)
+            above, below = self.rows.neighbours(first, last)
 
         def strips() -> Strips:
             if above is not None:
@@ -210,9 +240,31 @@ class _Run:
         start, stop = max(self.rows.start - halo, 0), min(self.rows.stop + halo, self.rows.height)
         return embedded(self.model, self.image, start, stop, self.strip_rows), start == 0, stop == self.rows.height
 
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self.model.patch_embed.proj.weight.device
+
     def _zeros(self, *shape: int) -> Tensor:
-        device = self.model.patch_embed.proj.weight.device
-        return torch.zeros(shape, dtype=accumulator_dtype(device), device=device)
+        return torch.zeros(shape, dtype=accumulator_dtype(self.device), device=self.device)
+
+    def _log_sent(self, number: int) -> None:
+        """Say what this process sent in a pass, and begin to count anew."""
+        if self.rows.group is None:
+            return
+        sent, blocks = self.rows.sent, list(self.model.blocks)
+        part = self.parts[(number + 1) // 2]
+        run = [*([] if part.dynamic is None else [part.dynamic]), *part.static]
+        first = blocks.index(run[0]) if run else 0
+        last = first + len(run) - 1
+        if number % 2:
+            what = f"block {first} measured"
+        elif first < last:
+            what = f"blocks {first} to {last} applied"
+        else:
+            what = f"block {first} applied" if run else "pixels embedded"
+        _logger.info("%s: sent %d bytes of halo rows and %d of sums", what, sent["halo"], sent["statistics"])
+        sent.update(halo=0, statistics=0)
 
     def _work(self, number: int) -> int:
         """Work of one pass over this process's rows and the halo around them."""
@@ -228,11 +280,20 @@ class _Run:
         return sum(map(block_work, blocks)) + (embed_work(self.model) if part.dynamic is None else 0)
 
 
-def _check_arguments(
-    model: WeightFormer, output: object, out: object, strip_rows: int, workspace: object, group: object
+def check_arguments(
+    model: WeightFormer,
+    output: object,
+    out: str | os.PathLike[str] | None,
+    strip_rows: int,
+    memory: int | str | None,
+    group: object,
 ) -> None:
+    """Raise ValueError for what no image can be streamed with."""
     if not isinstance(model, WeightFormer):
         raise ValueError(f"stream needs a WeightFormer, got {type(model).__name__}; unwrap it first")
+    segments(model.blocks)
+    if memory is not None:
+        as_bytes(memory)
     if strip_rows < 1:
         raise ValueError(f"strip_rows must be at least 1, got {strip_rows}")
     if not callable(output) and output not in ("logits", "pooled", "features"):
@@ -240,11 +301,8 @@ def _check_arguments(
     dense = callable(output) or output == "features" or model.global_pool == ""
     if out is not None and not dense:
         raise ValueError(f"out is for dense outputs; {output!r} is one vector and is returned")
-    if group is not None and (dense or workspace is not None):
-        raise ValueError(
-            "over several processes, stream returns 'logits' or 'pooled' and cannot resume: "
-            "leave out the dense output and the workspace"
-        )
+    if group is not None and dense and (out is None or Path(out).suffix != ".npy"):
+        raise ValueError("over several processes, a dense output is written by all of them: give a .npy path as out")
 
 
 def _sink(
@@ -264,11 +322,15 @@ def _sink(
 
 
 def _choose_folder(
-    size: int, memory: int | str | None, workspace: str | os.PathLike[str] | None, device: torch.device
+    size: int,
+    memory: int | str | None,
+    workspace: str | os.PathLike[str] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Path | None, bool]:
     """Where tokens of this size go, and whether the folder is to be removed afterwards; no folder means memory."""
     if workspace is not None:
-        return Path(workspace), False
+        return Path(workspace) if group is None else Path(workspace) / f"process-{dist.get_rank(group)}", False
     if size <= (_half_of_memory(device) if memory is None else as_bytes(memory)):
         return None, False
     return Path(tempfile.mkdtemp(prefix="weightformer-")), True
@@ -278,16 +340,18 @@ def _half_of_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2
     if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # that torchrun started on this machine
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (2 * processes)
     return float(2 * 2**30)
 
 
-def _digest(model: WeightFormer) -> str:
-    digest = hashlib.blake2b(str(model).encode())
+def digest(model: WeightFormer) -> str:
+    """Text that differs whenever the model's structure or a weight does."""
+    hashed = hashlib.blake2b(str(model).encode())
     for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
+        hashed.update(name.encode())
+        hashed.update(value.cpu().contiguous().view(torch.uint8).numpy())
+    return hashed.hexdigest()
 
 
 @contextmanager

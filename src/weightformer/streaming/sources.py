@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,20 @@ __all__ = [
     "TiffSource",
     "TileFolderSource",
     "ZarrSource",
+    "find_sources",
     "import_reader",
     "open_source",
 ]
 
 Pixels = np.ndarray[Any, Any]
 
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".pbm", ".pgm", ".ppm"}
+_TIFFS = {".tif", ".tiff", ".btf"}
 _SLIDES = {".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide", ".dcm"}
 _RASTERS = {".jp2", ".vrt", ".img", ".ecw"}
+_SUFFIXES = _PICTURES | _TIFFS | _SLIDES | _RASTERS
+_GREY = ("L", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's modes that are one channel here
+_TURNED = range(5, 9)  # EXIF orientations that swap the sides
 
 
 class Source(ABC):
@@ -149,37 +155,55 @@ class ArraySource(Source):
 
 
 class PillowSource(_FileSource):
-    """A PNG, JPEG or other file that Pillow reads, turned upright by its EXIF orientation.
+    """A PNG, JPEG or other file that Pillow reads: upright by its EXIF orientation, transparency laid on white.
 
-    These formats cannot be read by region: the file is decoded once, into one byte a channel.
+    These formats cannot be read by region: the file is decoded whole at the first read, into one byte a channel (two
+    for 16-bit greys).
 
     Raises:
-        ValueError: the file is no image, is damaged, or exceeds ``PIL.Image.MAX_IMAGE_PIXELS`` twice.
+        ValueError: the file is no image, or exceeds ``PIL.Image.MAX_IMAGE_PIXELS`` twice.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        from PIL import Image, ImageOps
+        from PIL import ExifTags, Image
 
         super().__init__(path)
         try:
             with Image.open(path) as image:
-                upright = ImageOps.exif_transpose(image)
-                pixels = np.asarray(upright if upright.mode in ("L", "RGB") else upright.convert("RGB"))
+                # The base class's: a PNG's own would decode all pixels, as its orientation may follow them.
+                exif = Image.Image.getexif(image)
+                size, turned = image.size, exif.get(ExifTags.Base.Orientation, 1) in _TURNED
+                self.channels = 1 if image.mode in _GREY else 3
         except Image.DecompressionBombError as error:
             raise ValueError(
                 f"{path}: {error}. Store it as a tiled TIFF, which is read by region, or raise "
                 "PIL.Image.MAX_IMAGE_PIXELS if you trust the file and have memory for all of it"
             ) from error
         except (OSError, SyntaxError) as error:
-            raise ValueError(f"{path} could not be decoded: {error}") from error
-        self._array = ArraySource(pixels, name=self.name)
-        self.channels, self.height, self.width = self._array.channels, self._array.height, self._array.width
+            raise ValueError(f"{path} could not be opened as an image: {error}") from error
+        self.width, self.height = reversed(size) if turned else size
+        self._pixels: ArraySource | None = None
 
     def _read(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        return self._array._read(top, bottom, left, right)
+        if self._pixels is None:
+            self._pixels = ArraySource(self._decode())
+        return self._pixels._read(top, bottom, left, right)
+
+    def _decode(self) -> Pixels:
+        from PIL import Image, ImageOps
+
+        with Image.open(self.path) as image:
+            upright = ImageOps.exif_transpose(image)
+        if upright.has_transparency_data:
+            white = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(white, upright.convert("RGBA"))
+        if upright.size != (self.width, self.height):
+            raise RuntimeError("its orientation is stored behind its pixels; store it upright")
+        return np.asarray(upright if upright.mode in _GREY else upright.convert("RGB"))
 
     def _check_unchanged(self) -> None:
-        """All pixels were read when the file was opened."""
+        if self._pixels is None:
+            super()._check_unchanged()
 
 
 class TiffSource(_FileSource):
@@ -468,12 +492,55 @@ def open_source(source: Any) -> Source:
     return _reader(path)(path)
 
 
+def find_sources(paths: Sequence[str | os.PathLike[str]], *, tiles: bool = False) -> dict[str, Path]:
+    """Images among ``paths`` that `open_source` opens, by name; folders are searched to any depth, in sorted order.
+
+    The name is the path below the given folder, or the file's own.
+
+    Args:
+        paths: files, Zarr stores, or folders of them.
+        tiles: each folder given is one image, cut into tiles.
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or a folder without images.
+        ValueError: two images have the same name.
+    """
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"no file or folder {path}")
+        single = not path.is_dir() or tiles or _is_zarr(path)
+        images = {path.name: path} if single else {str(p.relative_to(path)): p for p in _images_below(path)}
+        if not images:
+            raise FileNotFoundError(f"no images under {path}; is it one image cut into tiles?")
+        if doubled := sorted(found.keys() & images.keys()):
+            name = doubled[0]
+            raise ValueError(f"{found[name]} and {images[name]} have the same name; give the folder that holds both")
+        found |= images
+    return found
+
+
+def _images_below(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for here, folders, files in os.walk(folder):
+        stores = [name for name in folders if _is_zarr(Path(here, name))]
+        folders[:] = sorted(name for name in folders if name not in stores and not name.startswith("."))
+        images = [name for name in files if Path(name).suffix.lower() in _SUFFIXES and not name.startswith(".")]
+        found += [Path(here, name) for name in (*stores, *images)]
+    return sorted(found)
+
+
+def _is_zarr(folder: Path) -> bool:
+    return folder.suffix.lower() == ".zarr" or any(
+        (folder / name).exists() for name in ("zarr.json", ".zarray", ".zgroup")
+    )
+
+
 def _reader(path: Path) -> Callable[[Path], Source]:
     suffix = path.suffix.lower()
     if path.is_dir():
-        is_zarr = suffix == ".zarr" or any((path / name).exists() for name in ("zarr.json", ".zarray", ".zgroup"))
-        return ZarrSource if is_zarr else TileFolderSource
-    if suffix in (".tif", ".tiff", ".btf"):
+        return ZarrSource if _is_zarr(path) else TileFolderSource
+    if suffix in _TIFFS:
         return TiffSource
     if suffix in _SLIDES:
         return OpenSlideSource
@@ -492,8 +559,8 @@ def _paste(into: Pixels, pixels: Pixels, top: int, left: int) -> None:
     into[:, y : y + part.shape[1], x : x + part.shape[2]] = part
 
 
-def import_reader(name: str) -> Any:
-    """An optional library.
+def import_reader(name: str, extra: str = "streaming") -> Any:
+    """An optional library, which this extra brings.
 
     Raises:
         ImportError: it is not installed; the message says what to install.
@@ -501,4 +568,4 @@ def import_reader(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"this needs {name}: pip install 'weightformer[streaming]'") from error
+        raise ImportError(f"this needs {name}: pip install 'weightformer[{extra}]'") from error

@@ -23,11 +23,28 @@ from torch import Tensor
 
 from weightformer.streaming.errors import WorkspaceError
 
-__all__ = ["FileRows", "FileTokens", "MemoryTokens", "Tokens", "as_bytes", "num_bytes", "open_workspace", "readable"]
+__all__ = [
+    "FileRows",
+    "FileTokens",
+    "MemoryTokens",
+    "Tokens",
+    "as_bytes",
+    "num_bytes",
+    "open_workspace",
+    "read_tensors",
+    "readable",
+    "write_whole",
+]
 
 
 class Tokens(Protocol):
-    """Token rows of one image, (H, W, C); rows are counted from the first one stored here."""
+    """Token rows of one image, (H, W, C); rows are counted from the first one stored here.
+
+    Attributes:
+        finished: the last finished pass of an earlier run; -1 for a fresh start.
+    """
+
+    finished: int
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows of the last finished pass (stop - start, W, C)."""
@@ -38,8 +55,8 @@ class Tokens(Protocol):
     def finish_pass(self, number: int, statistics: Mapping[str, Tensor], *, wrote_tokens: bool) -> None:
         """Make what the pass wrote the rows to read, and remember the sums it accumulated."""
 
-    def resume(self) -> tuple[int, dict[str, Tensor]]:
-        """The last finished pass and its statistics; (-1, {}) for a fresh start."""
+    def resume(self, number: int) -> dict[str, Tensor]:
+        """Make pass ``number`` the last finished one: `finished`, or the one before it. Returns its statistics."""
 
     def close(self, *, finished: bool) -> None:
         """Free the tokens; after a finished run nothing is left behind."""
@@ -47,6 +64,8 @@ class Tokens(Protocol):
 
 class MemoryTokens:
     """Tokens in one tensor, overwritten in place."""
+
+    finished = -1
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._rows = torch.empty(shape, dtype=dtype, device=device)
@@ -62,9 +81,9 @@ class MemoryTokens:
     def finish_pass(self, number: int, statistics: Mapping[str, Tensor], *, wrote_tokens: bool) -> None:
         """See `Tokens`; there is nothing to do."""
 
-    def resume(self) -> tuple[int, dict[str, Tensor]]:
+    def resume(self, number: int) -> dict[str, Tensor]:
         """See `Tokens`."""
-        return -1, {}
+        return {}
 
     def close(self, *, finished: bool) -> None:
         """See `Tokens`."""
@@ -149,7 +168,10 @@ class FileRows:
 
 
 class FileTokens:
-    """Tokens in two files of a folder, and beside them the number and the sums of the last finished pass.
+    """Tokens in two files of a folder, and beside them the number and the sums of the last two finished passes.
+
+    Of several processes, one may have finished a pass that another has not: then all resume from the one before, whose
+    tokens are whole until the next pass begins.
 
     Args:
         folder: the workspace, made if absent.
@@ -173,9 +195,11 @@ class FileTokens:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._run, self._device = folder, dict(run), device
-        self._state_path = folder / "state.safetensors"
         self._lock = _lock(folder / "lock")
-        self._pass, self._current, self._statistics = self._load_state()
+        self._passes = dict(self._stored_passes())
+        self.finished = max(self._passes, default=-1)
+        self._resumable = bool(self._passes)
+        self._current = 1
         self._files = [FileRows(folder / f"tokens-{i}.bin", shape, dtype) for i in range(2)]
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -195,42 +219,71 @@ class FileTokens:
             {name: value.cpu() for name, value in statistics.items()},
             metadata={"pass": str(number), "current": str(self._current), "run": json.dumps(self._run)},
         )
-        partial = self._state_path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            file.write(state)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self._state_path)
+        write_whole(self._states[number % 2], state)
+        self._resumable = True
 
-    def resume(self) -> tuple[int, dict[str, Tensor]]:
-        """See `Tokens`."""
-        return self._pass, {name: value.to(self._device) for name, value in self._statistics.items()}
+    def resume(self, number: int) -> dict[str, Tensor]:
+        """See `Tokens`.
+
+        Raises:
+            ValueError: the state of this pass is gone.
+        """
+        for later in [each for each in self._passes if each > number]:
+            self._states[later % 2].unlink()
+        if number < 0:
+            return {}
+        if number not in self._passes:
+            raise ValueError(f"the workspace {self._folder} has lost the state of pass {number}; delete the folder")
+        self._current, statistics = self._passes[number]
+        return {name: value.to(self._device) for name, value in statistics.items()}
 
     def close(self, *, finished: bool) -> None:
         """See `Tokens`."""
         for file in self._files:
             file.close()
+        finished |= not self._resumable  # a run that failed in its first pass leaves nothing to go on from
         if finished:
-            for file in self._files:
-                file.path.unlink()
-            self._state_path.unlink(missing_ok=True)
+            for path in (*(file.path for file in self._files), *self._states):
+                path.unlink(missing_ok=True)
         self._lock.close()
         if finished:
             (self._folder / "lock").unlink()
 
-    def _load_state(self) -> tuple[int, int, dict[str, Tensor]]:
-        if not self._state_path.exists():
-            return -1, 1, {}
-        data = self._state_path.read_bytes()
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        before = json.loads(metadata["run"])
-        changed = [name for name in self._run if before.get(name) != self._run[name]]
-        if changed:
-            raise ValueError(
-                f"the workspace {self._folder} holds an unfinished run with another {', '.join(changed)}; "
-                "delete the folder to start anew, or name another one"
-            )
-        return int(metadata["pass"]), int(metadata["current"]), load(data)
+    @property
+    def _states(self) -> list[Path]:
+        return [self._folder / f"state-{i}.safetensors" for i in range(2)]
+
+    def _stored_passes(self) -> Iterator[tuple[int, tuple[int, dict[str, Tensor]]]]:
+        """Number, token file and statistics of the finished passes that the folder holds."""
+        for path in self._states:
+            if not path.exists():
+                continue
+            metadata, tensors = read_tensors(path)
+            before = json.loads(metadata["run"])
+            changed = [name for name in self._run if before.get(name) != self._run[name]]
+            if changed:
+                raise ValueError(
+                    f"the workspace {self._folder} holds an unfinished run with another {', '.join(changed)}; "
+                    "delete the folder to start anew, or name another one"
+                )
+            yield int(metadata["pass"]), (int(metadata["current"]), tensors)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that, however the process ends, it holds all of the data or what it held before."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a safetensors file."""
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header["__metadata__"], load(data)
 
 
 @contextmanager

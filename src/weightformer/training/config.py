@@ -34,18 +34,20 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW with a linear warm-up and a cosine, both counted in optimiser steps from step 0."""
+    """AdamW with a linear warm-up and a decay, both counted in optimiser steps from step 0."""
 
     lr: float = 5e-4
     """Peak learning rate for ``lr_batch`` images a step; the rate used is scaled by the global batch."""
     warmup_lr: float = 5e-7
     """Rate of the first step, scaled likewise."""
     min_lr: float = 5e-6
-    """Rate that the cosine ends on, scaled likewise."""
+    """Rate that the decay ends on, scaled likewise."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """How the rate falls after the warm-up: along a cosine, or a straight line (``poly`` of power 1)."""
     lr_batch: int = 512
     """Global batch that the three rates are given for; 0 uses them as they are."""
     warmup_epochs: float = 20
-    """Length of the warm-up, inside the cosine's length."""
+    """Length of the warm-up, inside the decay's length."""
     weight_decay: float = 0.05
     """Decay of every parameter but biases and other one-dimensional ones."""
     betas: tuple[float, float] = (0.9, 0.999)

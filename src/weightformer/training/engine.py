@@ -42,7 +42,7 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
     text = yaml.safe_dump(dict(config), sort_keys=False)
     if record.exists():
         before = read_yaml(record)
-        changed = [key for key in _differences(before, yaml.safe_load(text)) if key not in _MAY_CHANGE]
+        changed = [key for key in _differences(before, yaml.safe_load(text)) if not _may_change(key)]
         if changed:
             raise ValueError(
                 f"{folder} holds a run with other settings ({', '.join(changed[:5])}); choose another `output`, or "
@@ -55,13 +55,14 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
 
 # What a run may be resumed with in another form, since no weight depends on it.
 _MAY_CHANGE = {
-    "trainer.checkpoint_every",
-    "trainer.log_every",
-    "trainer.val_every",
-    "data.num_workers",
-    "data.root",
-    "dynamics_every",
+    *("trainer.checkpoint_every", "trainer.log_every", "trainer.val_every", "dynamics_every"),
+    *("data.num_workers", "data.root", "data.val_batch_size"),
+    *("infer", "sampling", "score"),  # whole sections
 }
+
+
+def _may_change(key: str) -> bool:
+    return not _MAY_CHANGE.isdisjoint((key, key.split(".")[0]))
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:

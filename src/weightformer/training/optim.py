@@ -1,4 +1,4 @@
-"""AdamW over timm's parameter groups, under the released schedule."""
+"""AdamW over timm's parameter groups, under a schedule counted in steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from weightformer.training.config import OptimConfig
 
-__all__ = ["build_optimizer", "cosine_lr"]
+__all__ = ["build_optimizer", "cosine_lr", "linear_lr"]
 
 
 def cosine_lr(step: int, *, total: int, warmup: int, peak: float, start: float, floor: float) -> float:
@@ -29,6 +29,16 @@ def cosine_lr(step: int, *, total: int, warmup: int, peak: float, start: float, 
     if step < warmup:
         return start + (peak - start) * step / warmup
     return floor + (peak - floor) * (1 + math.cos(math.pi * min(step / max(total, 1), 1))) / 2
+
+
+def linear_lr(step: int, *, total: int, warmup: int, peak: float, start: float, floor: float) -> float:
+    """The learning rate of one optimiser step: linear warm-up, then a straight line that is counted from step 0.
+
+    The ``poly`` schedule of power 1 that semantic segmentation is trained with. For the arguments, see `cosine_lr`.
+    """
+    if step < warmup:
+        return start + (peak - start) * step / warmup
+    return floor + (peak - floor) * (1 - min(step / max(total, 1), 1))
 
 
 def build_optimizer(
@@ -56,8 +66,9 @@ def build_optimizer(
         group["lr"] = peak * group.get("lr_scale", 1.0)  # torch's schedulers ignore lr_scale
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=config.betas, eps=config.eps)
     warmup = round(config.warmup_epochs * steps_per_epoch)
+    rate = {"cosine": cosine_lr, "linear": linear_lr}[config.schedule]
 
     def factor(step: int) -> float:
-        return cosine_lr(step, total=total_steps, warmup=warmup, peak=peak, start=start, floor=floor) / peak
+        return rate(step, total=total_steps, warmup=warmup, peak=peak, start=start, floor=floor) / peak
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

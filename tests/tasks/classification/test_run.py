@@ -20,8 +20,6 @@ from weightformer.cli import main
 from weightformer.config import parse_config
 from weightformer.models.checkpoint import read_state_dict, save_weights
 from weightformer.tasks.classification import Config, evaluate, read_checkpoint, train
-from weightformer.tasks.classification.run import normalization
-from weightformer.training.config import ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +204,6 @@ def test_the_result_is_that_of_the_last_weights_however_the_run_ended(tmp_path: 
         assert torch.equal(value, read_state_dict(last)["state_dict"][f"model.{key}"]), key
     assert train(config) == result
     assert exported.read_bytes() == before
-
-
-def test_normalization() -> None:
-    assert normalization(ModelConfig(name="weightformer_tiny"))[0] == pytest.approx([0.485, 0.456, 0.406])
-    assert normalization(ModelConfig(name="weightformer_tiny", in_chans=1))[0] == pytest.approx([0.449])
-    assert normalization(ModelConfig(in_chans=2, mean=[0.1, 0.2], std=[1, 1]))[0] == [0.1, 0.2]
-    with pytest.raises(ValueError, match=r"model.mean has 3 values for 13 channels"):
-        normalization(ModelConfig(in_chans=13))
 
 
 def test_skipped_images_are_counted_and_named(tmp_path: Path) -> None:

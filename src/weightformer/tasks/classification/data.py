@@ -155,6 +155,10 @@ class ImageData:
         """Validation images, over all processes."""
         return len(self._val)
 
+    def dataset(self, split: Literal["train", "val"]) -> ArrayDataset | FileDataset:
+        """The images of a split, by (epoch, index): those of ``train`` augmented."""
+        return self._train if split == "train" else self._val
+
     @property
     def skipped(self) -> list[str]:
         """Files that this process could not read so far (``on_bad_image: skip``)."""

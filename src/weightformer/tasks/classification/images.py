@@ -13,7 +13,15 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-__all__ = ["IMAGE_SUFFIXES", "ImageReadError", "find_images", "images_below", "own_pixel_limit", "read_image"]
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "ImageReadError",
+    "find_images",
+    "images_below",
+    "own_pixel_limit",
+    "read_as_stored",
+    "read_image",
+]
 
 IMAGE_SUFFIXES = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".npy", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -99,17 +107,46 @@ def read_image(path: str | os.PathLike[str], in_chans: int, max_pixels: int) -> 
         OSError: the file is missing or cannot be opened.
     """
     path = Path(path)
-    try:
+    with _naming(path):
         if path.suffix.lower() == ".npy":
             values = _channels_first(np.load(path, mmap_mode="r", allow_pickle=False), in_chans, max_pixels)
             return values if in_chans not in (1, 3) else _to_pil(values)
         if in_chans not in (1, 3):
             return _channels_first(_read_tiff(path), in_chans, max_pixels)
-        # From a file object: given a path, Pillow 13 maps uncompressed TIFFs and scrambles those stored on their side.
-        with own_pixel_limit(), path.open("rb") as file, Image.open(file) as image:
-            _check_size(image.width * image.height, max_pixels)
-            image.load()
-            return _to_mode(_upright(image), "L" if in_chans == 1 else "RGB")
+        with _opened(path, max_pixels) as image:
+            return _to_mode(image, "L" if in_chans == 1 else "RGB")
+
+
+def read_as_stored(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
+    """One image, turned upright, in the file's own mode: numbers and palette indices stay what they are.
+
+    Args:
+        path: the file.
+        max_pixels: refuse images with more pixels.
+
+    Raises:
+        ImageReadError: the content is damaged, no image, or too large.
+        OSError: the file is missing or cannot be opened.
+    """
+    with _naming(Path(path)), _opened(Path(path), max_pixels) as image:
+        return image.copy()
+
+
+@contextmanager
+def _opened(path: Path, max_pixels: int) -> Iterator[Image.Image]:
+    """The decoded image, upright."""
+    # From a file object: given a path, Pillow 13 maps uncompressed TIFFs and scrambles those stored on their side.
+    with own_pixel_limit(), path.open("rb") as file, Image.open(file) as image:
+        _check_size(image.width * image.height, max_pixels)
+        image.load()
+        yield _upright(image)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn whatever a decoder raises into a sentence that names the file."""
+    try:
+        yield
     except (MemoryError, ImportError):
         raise
     except Exception as error:  # decoders raise anything on damaged bytes

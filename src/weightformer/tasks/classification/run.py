@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,15 +11,15 @@ from typing import Any, cast
 import lightning as L
 import timm.models
 
-from weightformer.models.checkpoint import load_weights, read_state_dict
+from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import ImageData
 from weightformer.tasks.classification.module import ClassificationModule
-from weightformer.training.config import ModelConfig
 from weightformer.training.dynamics import DynamicsRecorder
 from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
+from weightformer.training.runs import normalization, report_skipped, without_start_weights
 
-__all__ = ["evaluate", "normalization", "read_checkpoint", "train", "without_start_weights"]
+__all__ = ["evaluate", "train"]
 
 
 def train(config: ClassificationConfig) -> dict[str, float]:
@@ -61,7 +60,7 @@ def train(config: ClassificationConfig) -> dict[str, float]:
         trainer.validate(module, val_loader, verbose=False)
     if trainer.is_global_zero:
         _export(module, folder / "model")
-    _report_skipped(data)
+    report_skipped(data.skipped)
     return module.result
 
 
@@ -83,44 +82,8 @@ def evaluate(
     module = ClassificationModule(without_start_weights(config), data.class_names)
     load_weights(module.model, weights)
     trainer.validate(module, data.val_loader(), verbose=False)
-    _report_skipped(data)
+    report_skipped(data.skipped)
     return module.result
-
-
-def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
-    """The configuration (as a mapping) and the class names stored in a training checkpoint.
-
-    Raises:
-        ValueError: the file is no training checkpoint of this package.
-    """
-    content = read_state_dict(path)
-    stored = content.get("hyper_parameters")
-    if not isinstance(stored, dict) or not {"config", "class_names"} <= stored.keys():
-        raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
-    config, class_names = stored["config"], stored["class_names"]
-    if not isinstance(config, dict) or not isinstance(class_names, list):
-        raise ValueError(f"{path}: its configuration or class names are damaged")
-    if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
-        warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=2)
-    return config, [str(name) for name in class_names]
-
-
-def normalization(config: ModelConfig) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel: as configured, else the model's own (averaged for grey images).
-
-    Raises:
-        ValueError: they are not configured and the model's own do not fit the number of channels.
-    """
-    own = timm.models.get_pretrained_cfg(config.name) if timm.is_model(config.name) else None
-    values = []
-    for name in ("mean", "std"):
-        value = getattr(config, name) or list(getattr(own, name, ()) or ())
-        if len(value) != config.in_chans:
-            if getattr(config, name) or config.in_chans != 1 or not value:
-                raise ValueError(f"model.{name} has {len(value)} values for {config.in_chans} channels; give one each")
-            value = [sum(value) / len(value)]
-        values.append(value)
-    return values[0], values[1]
 
 
 def _image_data(
@@ -137,18 +100,6 @@ def _image_data(
         world_size=trainer.world_size,
         class_names=class_names,
     )
-
-
-def _report_skipped(data: ImageData) -> None:
-    """Say how many images ``data.on_bad_image: skip`` passed over, and which."""
-    if skipped := sorted(map(str, data.skipped)):
-        shown = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        warnings.warn(f"{len(skipped)} image(s) could not be read and were skipped: {shown}", stacklevel=3)
-
-
-def without_start_weights(config: ClassificationConfig) -> ClassificationConfig:
-    """The configuration without what the model was first initialised from: it is about to be overwritten."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None, pretrained=False))
 
 
 def _export(module: ClassificationModule, folder: Path) -> None:

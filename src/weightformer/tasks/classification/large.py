@@ -1,0 +1,170 @@
+"""Images of any size at their own resolution, streamed: their classes, logits, pooled or dense features."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+
+from weightformer.streaming import find_sources, stream_files
+from weightformer.streaming.workspace import as_bytes
+from weightformer.tasks.classification.config import ClassificationConfig
+from weightformer.tasks.classification.predict import Prediction, load_model, ranked, write_predictions
+
+__all__ = ["LargeClassifier", "LargeOptions", "predict_large"]
+
+# What can be asked for, and the kinds of file it is written to; classes may go to the terminal.
+_KINDS = {
+    "classes": ("", ".csv", ".json"),
+    "logits": (".csv", ".json"),
+    "pooled": (".csv", ".json"),
+    "features": (".npy", ".zarr"),
+}
+
+
+@dataclass
+class LargeOptions:
+    """How images are streamed and what is wanted of them."""
+
+    result: str = "classes"
+    """classes, logits, pooled (the mean token) or features (every final token, to a file)."""
+    save: str | None = None
+    """A .csv or .json file; for features a .npy or .zarr path, with {name} in it for several images."""
+    top_k: int = 5
+    """Classes to report for an image."""
+    strip_rows: int = 16
+    """Token rows computed together."""
+    memory: str | None = None
+    """Tokens that exceed so many bytes (such as 2GiB) go to disk; by default half of the memory."""
+    workspace: str | None = None
+    """Folder from which the same command resumes after a kill."""
+    tiles: bool = False
+    """Whether a folder given is one image, cut into tiles."""
+
+    def __post_init__(self) -> None:
+        if self.result not in _KINDS:
+            raise ValueError(f"the result must be one of {', '.join(_KINDS)}, got {self.result!r}")
+        if self.memory is not None:
+            as_bytes(self.memory)
+
+
+class LargeClassifier:
+    """Streams image after image through a trained model.
+
+    Args:
+        config: names the model.
+        weights: a checkpoint or weight file that fits the model exactly.
+        class_names: in the order of the model's outputs.
+        options: what is wanted.
+    """
+
+    def __init__(
+        self, config: ClassificationConfig, weights: str | Path, class_names: Sequence[str], options: LargeOptions
+    ) -> None:
+        self.model: Any = load_model(config, weights, class_names)
+        self.options, self._class_names = options, list(class_names)
+
+    def __call__(
+        self, images: Mapping[str, Path], *, progress: bool = True, group: dist.ProcessGroup | None = None
+    ) -> Iterator[Prediction]:
+        """One prediction an image, in order; one that failed carries its error."""
+        options = self.options
+        for found in stream_files(
+            self.model,
+            images,
+            output="logits" if options.result == "classes" else options.result,
+            out=options.save if options.result == "features" else None,
+            strip_rows=options.strip_rows,
+            memory=options.memory,
+            workspace=options.workspace,
+            progress=progress,
+            group=group,
+        ):
+            row = Prediction(str(found.path), error=found.error)
+            if isinstance(found.value, Path):
+                row.saved = str(found.value)
+            elif isinstance(found.value, Tensor) and options.result == "classes":
+                row.classes = ranked(found.value, self._class_names, options.top_k)[0]
+            elif isinstance(found.value, Tensor):
+                row.values = found.value[0].tolist()
+            yield row
+
+    @property
+    def columns(self) -> list[str]:
+        """What each number of `Prediction.values` stands for."""
+        return self._class_names if self.options.result == "logits" else list(map(str, range(self.model.embed_dim)))
+
+
+def predict_large(
+    config: ClassificationConfig,
+    weights: str | Path,
+    class_names: Sequence[str],
+    images: Sequence[str | Path],
+    options: LargeOptions,
+) -> int:
+    """Stream files and folders of images and write what was found; under ``torchrun``, each image over all processes.
+
+    Returns:
+        The number of images that failed; they are named in the result.
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or folders without any image.
+        ValueError: a model that cannot be streamed, or an option that does not fit.
+    """
+    kind, allowed = Path(options.save or "").suffix, _KINDS[options.result]
+    if kind not in allowed:
+        raise ValueError(
+            f"{options.result} are written to a {' or '.join(filter(None, allowed))} path: "
+            + (f"{options.save} is none" if options.save else "give one with --save")
+        )
+    found = find_sources(images, tiles=options.tiles)
+    classify = LargeClassifier(config, weights, class_names, options)
+    with _launched() as (group, rank):
+        rows = classify(found, progress=rank == 0, group=group)
+        if rank:
+            return sum(bool(row.error) for row in rows)
+        if options.result == "features":
+            return _list_saved(rows)
+        columns = classify.columns if options.result in ("logits", "pooled") else None
+        return write_predictions(rows, options.save, columns=columns, progress=False)
+
+
+def _list_saved(rows: Iterable[Prediction]) -> int:
+    table = Table(Column("image", overflow="fold"), Column("features", overflow="fold"))
+    failed = 0
+    for row in rows:
+        failed += bool(row.error)
+        table.add_row(row.path, row.saved or f"[red]failed[/red]: {row.error}")
+    Console().print(table)
+    return failed
+
+
+@contextmanager
+def _launched() -> Iterator[tuple[dist.ProcessGroup | None, int]]:
+    """The processes that ``torchrun`` started, and which of them this is; none if it started only one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None, 0
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    sent, log = logging.StreamHandler(), logging.getLogger("weightformer.streaming")
+    if dist.get_rank() == 0:  # say what crosses between the processes
+        log.addHandler(sent)
+        log.setLevel(logging.INFO)
+    try:
+        yield dist.group.WORLD, dist.get_rank()
+    finally:
+        log.removeHandler(sent)
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""What the runs of every task do alike: read a checkpoint's configuration, find its normalisation, report losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import timm
+
+from weightformer.models.checkpoint import read_state_dict
+from weightformer.training.config import ModelConfig
+
+__all__ = ["normalization", "read_checkpoint", "read_stored", "report_skipped", "without_start_weights"]
+
+Config = TypeVar("Config")
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """The configuration (as a mapping) and the class names stored in a training checkpoint.
+
+    Raises:
+        ValueError: the file is no training checkpoint of this package.
+    """
+    config, class_names = read_stored(path, "class_names")
+    return config, [str(name) for name in class_names]
+
+
+def read_stored(path: str | Path, *names: str) -> list[Any]:
+    """The configuration (as a mapping) in a training checkpoint, and lists stored beside it under these names.
+
+    Raises:
+        ValueError: the file is no training checkpoint of this package, or one of a task that stores no such lists.
+    """
+    content = read_state_dict(path)
+    stored = content.get("hyper_parameters")
+    if not isinstance(stored, dict) or "config" not in stored:
+        raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"{path} is a checkpoint of another task: it stores no {' and no '.join(missing)}")
+    config, *lists = (stored[name] for name in ("config", *names))
+    if not isinstance(config, dict) or not all(isinstance(entry, list) for entry in lists):
+        raise ValueError(f"{path}: its configuration or class names are damaged")
+    if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
+        warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=3)
+    return [config, *lists]
+
+
+def normalization(config: ModelConfig) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation per channel: as configured, else the model's own (averaged for grey images).
+
+    Raises:
+        ValueError: they are not configured and the model's own do not fit the number of channels.
+    """
+    own = timm.models.get_pretrained_cfg(config.name) if timm.is_model(config.name) else None
+    values = []
+    for name in ("mean", "std"):
+        value = getattr(config, name) or list(getattr(own, name, ()) or ())
+        if len(value) != config.in_chans:
+            if getattr(config, name) or config.in_chans != 1 or not value:
+                raise ValueError(f"model.{name} has {len(value)} values for {config.in_chans} channels; give one each")
+            value = [sum(value) / len(value)]
+        values.append(value)
+    return values[0], values[1]
+
+
+def report_skipped(paths: Sequence[str]) -> None:
+    """Say how many images ``data.on_bad_image: skip`` passed over, and which."""
+    if skipped := sorted(map(str, paths)):
+        shown = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+        warnings.warn(f"{len(skipped)} image(s) could not be read and were skipped: {shown}", stacklevel=3)
+
+
+def without_start_weights(config: Config) -> Config:
+    """A run's configuration without what its model was first initialised from: it is about to be overwritten."""
+    model = dataclasses.replace(config.model, weights=None, pretrained=False)  # type: ignore[attr-defined]
+    return dataclasses.replace(config, model=model)  # type: ignore[type-var]
