@@ -75,7 +75,7 @@ def test_the_strategies_grid_holds_what_the_paper_compares() -> None:
 
 @pytest.mark.parametrize("name", grids())
 def test_the_commands_are_the_runs(name: str) -> None:
-    for run in expand(read_grid(name)):
+    for run in expand(read_grid(name), "*/0"):
         verb, option, recipe, *rest = shlex.split(run.command)[1:]
         assert (verb, option) == ("train", "--config")
         typed = parse_config(Config, read_yaml(recipe_path(recipe)), rest)

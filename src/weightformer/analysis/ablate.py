@@ -181,11 +181,16 @@ def expand(grid: GridConfig, only: str = "*") -> list[Run]:
                 content = _merge(base, differs)
                 if content.get("task") != "classification":
                     raise ValueError(f"task {task!r}: recipe {recipe} is not one of classification")
-                parse_config(Config, content, where=f"{task}/{variant}")
+                if seed == grid.seeds[0]:
+                    parse_config(Config, content, where=f"{task}/{variant}")
                 found.append(Run(task, variant, seed, content, _command(recipe, base, differs)))
-    chosen = [run for run in found if fnmatch.fnmatch(run.name, only)]
+    return _matching(found, only)
+
+
+def _matching(runs: Sequence[Run], only: str) -> list[Run]:
+    chosen = [run for run in runs if fnmatch.fnmatch(run.name, only)]
     if not chosen:
-        raise ValueError(f"no run of the grid matches {only!r}; they are named like {found[0].name!r}")
+        raise ValueError(f"no run of the grid matches {only!r}; they are named like {runs[0].name!r}")
     return chosen
 
 
@@ -205,7 +210,8 @@ def ablate(grid: GridConfig, *, workers: int = 1, only: str = "*", console: Cons
         A sentence for each run that failed.
     """
     console = console or Console(highlight=False)
-    runs = expand(grid, only)
+    every = expand(grid)
+    runs = _matching(every, only)
     open_runs = [run for run in runs if not _is_finished(run)]
     console.print(f"{len(runs)} runs, {len(runs) - len(open_runs)} of them finished", markup=False)
     failures = []
@@ -215,8 +221,8 @@ def ablate(grid: GridConfig, *, workers: int = 1, only: str = "*", console: Cons
         text = row.get("error") or row.get("diverged") or f"top-1 {row['top1']:.2%}"
         seconds = f", {row['cpu_seconds']:.0f} CPU s" if row.get("cpu_seconds") else ""
         console.print(f"[{number}/{len(open_runs)}] {run.name}: {text}{seconds}", markup=False)
-        write_results(grid, expand(grid))
-    results = write_results(grid, expand(grid))
+        write_results(grid, every)
+    results = write_results(grid, every)
     if results["rows"]:
         text = write_report(results, grid.output)
         console.print(text, markup=False, soft_wrap=True)
@@ -466,13 +472,13 @@ def _cost(config: Any) -> dict[str, Any]:
     from weightformer.tasks.classification.data import ImageData
     from weightformer.tasks.classification.module import build_model
 
-    side, channels = config.data.image_size, config.model.in_chans
+    channels = config.model.in_chans
     data = ImageData(config.data, in_chans=channels, mean=[0.5] * channels, std=[0.5] * channels, seed=0)
     fresh = dataclasses.replace(config.model, weights=None, pretrained=False)
-    model = build_model(fresh, len(data.class_names), side)
+    model = build_model(fresh, len(data.class_names), config.data.image_size)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "multiply_adds": multiply_adds(model, channels, side, side),
+        "multiply_adds": multiply_adds(model, channels, *config.data.size),
         "dynamic_blocks": sum(getattr(block, "dynamic", False) for block in getattr(model, "blocks", ())),
     }
 

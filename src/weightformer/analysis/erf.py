@@ -303,13 +303,10 @@ def _checkpoint_panels(
     content, class_names = read_checkpoint(path)
     config = parse_config(Config, content, where=path)
     if size:
-        if size[0] != size[1]:
-            raise ValueError(f"{path}: a checkpoint's own images are square; give --size one number, or --images")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=size[0]))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=size))
     mean, std = normalization(config.model)
-    side = config.data.image_size
     if folder:
-        images = _folder_images(folder, (side, side), config.model.in_chans, mean, std, num)
+        images = _folder_images(folder, config.data.size, config.model.in_chans, mean, std, num)
     else:
         data = ImageData(config.data, in_chans=config.model.in_chans, mean=mean, std=std, seed=0)
         images = []
@@ -323,7 +320,7 @@ def _checkpoint_panels(
     for trained in (False, True) if before else (True,):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = build_model(fresh, len(class_names), side)
+            model = build_model(fresh, len(class_names), config.data.image_size)
         if trained:
             load_weights(model, path)
         yield Panel(label, "trained" if trained else "random weights", model, images)

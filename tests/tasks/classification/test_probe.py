@@ -25,15 +25,16 @@ def canvases() -> tuple[Tensor, Tensor]:
     return probe.load_probe(None, train=False)
 
 
-def corners(images: Tensor) -> list[Tensor]:
-    return [images[:, 0, top : top + 28, left : left + 28] for top, left in ((0, 0), (0, 112), (112, 0))]
+def places(images: Tensor) -> list[Tensor]:
+    """Cue, A and B (N, 28, 28)."""
+    return [images[:, 0, :, left : left + 28] for left in (112, 0, 224)]
 
 
 def test_three_items_on_black_and_nothing_else(canvases: tuple[Tensor, Tensor]) -> None:
     images, labels = canvases
-    assert images.shape == (1920, 1, 140, 140)
+    assert images.shape == (1920, 1, 28, 252)
     assert labels.bincount().tolist() == [480] * 4
-    items = corners(images)
+    items = places(images)
     assert sum(int(item.long().sum()) for item in items) == int(images.long().sum())
     assert all(item.flatten(1).any(1).all() for item in items)
     shown = {row.numpy().tobytes() for item in items for row in item}
@@ -45,7 +46,7 @@ def test_the_label_is_the_item_that_the_cue_names(canvases: tuple[Tensor, Tensor
     images, labels = canvases
     known, classes = sources.load_fashion_mnist(None, train=False)
     label_of = {image.numpy().tobytes(): label for image, label in zip(known[:, 0], classes.tolist(), strict=True)}
-    cue, a, b = ([label_of[item.numpy().tobytes()] for item in corner] for corner in corners(images))
+    cue, a, b = ([label_of[item.numpy().tobytes()] for item in place] for place in places(images))
     expected = [first if sign == 3 else second for sign, first, second in zip(cue, a, b, strict=True)]
     assert [[1, 2, 8, 9][label] for label in labels] == expected
     counts = {key: list(zip(cue, a, b, strict=True)).count(key) for key in set(zip(cue, a, b, strict=True))}
@@ -96,11 +97,11 @@ def test_the_ceiling_is_high() -> None:
 
 def second_difference(model: nn.Module, images: Tensor) -> float:
     """Of the logits in cue and A, relative to them: zero for a sum of local terms."""
-    items = [item[:2] for item in corners(images)]
-    four = torch.zeros(4, 1, 140, 140, dtype=torch.float64)
+    items = [item[:2] for item in places(images)]
+    four = torch.zeros(4, 1, 28, 252, dtype=torch.float64)
     for canvas, (cue, a) in zip(four, itertools.product(range(2), range(2)), strict=True):
-        for (top, left), item in zip(probe._CORNERS, (items[0][cue], items[1][a], items[2][0]), strict=True):
-            canvas[0, top : top + 28, left : left + 28] = item.double() / 255
+        for left, item in zip(probe._PLACES, (items[0][cue], items[1][a], items[2][0]), strict=True):
+            canvas[0, :, left : left + 28] = item.double() / 255
     with torch.no_grad():
         logits = model(four)
     return float((logits[0] - logits[1] - logits[2] + logits[3]).norm() / logits.norm())
@@ -121,7 +122,9 @@ def test_a_static_twin_of_six_blocks_is_a_sum_of_local_terms(
 
 
 def test_it_is_a_data_source(canvases: tuple[Tensor, Tensor]) -> None:
-    config = DataConfig(source="probe", root=str(sources._DEBIAN_FASHION), image_size=140, crop_pct=1.0, batch_size=4)
+    config = DataConfig(
+        source="probe", root=str(sources._DEBIAN_FASHION), image_size=probe.SIZE, crop_pct=1.0, batch_size=4
+    )
     data = ImageData(config, in_chans=1, mean=[0.0], std=[1.0], seed=0)
     assert data.class_names == ["Trouser", "Pullover", "Bag", "Ankle boot"]
     images, labels = next(iter(data.val_loader()))
@@ -134,6 +137,6 @@ def test_the_command_writes_canvases_and_says_what_can_be_reached(
 ) -> None:
     assert main(["data", "probe", str(tmp_path / "out"), "--num", "3"]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[-1 if "chance" in line else -5] for line in text.splitlines()[:1]] == ["25.00%"]
+    assert "25.00%" in text
     assert "50.00%" in text
     assert len(list((tmp_path / "out").glob("*.png"))) == 3

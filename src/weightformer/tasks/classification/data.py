@@ -43,8 +43,8 @@ class DataConfig:
     ``probe``, a test of global modelling made of Fashion-MNIST items."""
     root: str | None = None
     """The folder; for ``fashion_mnist`` and ``probe`` optional, where Fashion-MNIST's four files lie."""
-    image_size: int = 224
-    """Height and width of the model's input, in pixels."""
+    image_size: int | tuple[int, int] = 224
+    """Side of the model's input in pixels, or its height and width."""
     batch_size: int = 128
     """Images a batch and process."""
     num_workers: int = 0
@@ -78,10 +78,14 @@ class DataConfig:
             raise ValueError("data.root is needed for data.source: folder; give the folder that holds train/ and val/")
         if self.source == "digits" and self.root:
             raise ValueError("data.root has no use with data.source: digits; remove it, or choose data.source: folder")
-        for name, low in (("image_size", 1), ("batch_size", 1), ("num_workers", 0), ("max_pixels", 1), ("pad_crop", 0)):
+        for name, low in (("batch_size", 1), ("num_workers", 0), ("max_pixels", 1), ("pad_crop", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"data.{name} must be at least {low}, got {getattr(self, name)}")
-        if self.pad_crop > self.image_size:
+        if min(self.size) < 1:
+            raise ValueError(f"data.image_size must be at least 1, got {self.image_size}")
+        if self.crop_mode == "center" and len(set(self.size)) > 1:
+            raise ValueError(f"data.crop_mode: center needs one data.image_size, got {self.image_size}; choose squash")
+        if self.pad_crop > min(self.size):
             raise ValueError(f"data.pad_crop ({self.pad_crop}) is larger than the image ({self.image_size})")
         for name in ("hflip", "erasing"):
             if not 0 <= getattr(self, name) <= 1:
@@ -96,6 +100,11 @@ class DataConfig:
             raise ValueError(
                 f"data.rand_augment {self.rand_augment!r} is not in timm's notation; write it like rand-m9-mstd0.5-inc1"
             )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the model's input."""
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
 
 _RAND_AUGMENT = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d+(\.\d+)?))*")

@@ -143,5 +143,5 @@ class FileDataset(_ImageDataset):
         return None
 
     def _no_images(self) -> Tensor:
-        side = self.framing(torch.zeros(self.in_chans, 8, 8)).shape[-1]
-        return torch.zeros(0, self.in_chans, side, side)
+        height, width = self.framing(torch.zeros(self.in_chans, 8, 8)).shape[-2:]
+        return torch.zeros(0, self.in_chans, height, width)

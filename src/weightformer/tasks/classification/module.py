@@ -26,7 +26,7 @@ from weightformer.training.optim import build_optimizer
 __all__ = ["ClassificationModule", "Mix", "build_model"]
 
 
-def build_model(config: ModelConfig, num_classes: int, image_size: int) -> nn.Module:
+def build_model(config: ModelConfig, num_classes: int, image_size: int | tuple[int, int]) -> nn.Module:
     """The timm model that a configuration names, with fine-tuning weights where it asks for them.
 
     Models of a fixed input size (a ViT with position embeddings, say) are built for ``image_size``.

@@ -1,10 +1,8 @@
 """A probe of global modelling: canvases of real items whose label no sum of local evidence can tell.
 
-Three Fashion-MNIST items lie in three corners of a black canvas:
+Three Fashion-MNIST items lie on a black strip of 28 x 252 px:
 
-    cue ............... item A
-    ...                    ...
-    item B ............. (empty)
+    item A ............ cue ............ item B
 
 A dress as the cue names A, a sneaker names B; the label is the class of the item that is named, one of four. A and B
 are never of the same class, and every combination of cue, A and B occurs equally often.
@@ -42,14 +40,17 @@ from torch import Tensor
 
 from weightformer.training.loader import derive_seed
 
-__all__ = ["CHANCE", "CLASSES", "LOCAL", "LOCAL_BOUND", "SIDE", "ceiling", "load_probe", "main"]
+__all__ = ["CHANCE", "CLASSES", "LOCAL", "LOCAL_BOUND", "SIZE", "ceiling", "load_probe", "main"]
 
 CLASSES = {"Trouser": 1, "Pullover": 2, "Bag": 8, "Ankle boot": 9}
 """What is named, and its label in Fashion-MNIST."""
 
 _CUES = {"Dress": 3, "Sneaker": 7}
-SIDE, _ITEM = 140, 28
-_CORNERS = ((0, 0), (0, SIDE - _ITEM), (SIDE - _ITEM, 0))  # of cue, A and B
+SIZE = (28, 252)
+"""Height and width of a canvas, in pixels."""
+
+_ITEM = 28
+_PLACES = (112, 0, 224)  # left edges of cue, A and B
 _COMBINATIONS = [
     (cue, a, b) for cue in range(2) for a, b in itertools.permutations(range(len(CLASSES)), 2)
 ]  # (cue, class of A, class of B)
@@ -60,7 +61,7 @@ CHANCE, LOCAL, LOCAL_BOUND = 1 / len(CLASSES), 1 / 2, 3 / 4
 
 
 def load_probe(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Tensor, Tensor]:
-    """The 7,200 training or 1,920 test canvases (N, 1, 140, 140) uint8 and their labels, always the same.
+    """The 7,200 training or 1,920 test canvases (N, 1, 28, 252) uint8 and their labels, always the same.
 
     Items of the training canvases come from the training images of Fashion-MNIST, those of the test canvases from its
     test images; no item is shown twice.
@@ -70,9 +71,9 @@ def load_probe(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Ten
         train: which split.
     """
     cue, a, b, images = _compose(root, train=train)
-    canvases = torch.zeros(len(cue), 1, SIDE, SIDE, dtype=torch.uint8)
-    for (top, left), items in zip(_CORNERS, images, strict=True):
-        canvases[:, 0, top : top + _ITEM, left : left + _ITEM] = items
+    canvases = torch.zeros(len(cue), 1, *SIZE, dtype=torch.uint8)
+    for left, items in zip(_PLACES, images, strict=True):
+        canvases[:, 0, :, left : left + _ITEM] = items
     return canvases, torch.where(cue == 0, a, b)
 
 

@@ -108,7 +108,7 @@ def _export(module: ClassificationModule, folder: Path) -> None:
     mean, std = normalization(config.model)
     model.pretrained_cfg = {
         **model.pretrained_cfg,
-        "input_size": (config.model.in_chans, config.data.image_size, config.data.image_size),
+        "input_size": (config.model.in_chans, *config.data.size),
         "mean": tuple(mean),
         "std": tuple(std),
         "crop_pct": config.data.crop_pct,

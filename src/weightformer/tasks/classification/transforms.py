@@ -42,7 +42,7 @@ class Normalize:
 
 
 def eval_transform(config: DataConfig, in_chans: int, mean: Sequence[float], std: Sequence[float]) -> v2.Compose:
-    """What evaluation and prediction do to an image of `read_image`: a normalised float tensor (C, S, S).
+    """What evaluation and prediction do to an image of `read_image`: a normalised float tensor (C, height, width).
 
     Raises:
         ValueError: mean or std of another length than ``in_chans``.
@@ -51,10 +51,11 @@ def eval_transform(config: DataConfig, in_chans: int, mean: Sequence[float], std
 
 
 def eval_framing(config: DataConfig) -> list[Any]:
-    """Resize to ``image_size / crop_pct``, a square or on the short side, and cut out the centre."""
-    side = math.floor(config.image_size / config.crop_pct)
-    size = [side, side] if config.crop_mode == "squash" else [side]
-    return [v2.Resize(size, _interpolation(config)), v2.CenterCrop(config.image_size)]
+    """Resize to ``image_size / crop_pct``, exactly or on the short side, and cut out the centre."""
+    size = [math.floor(side / config.crop_pct) for side in config.size]
+    if config.crop_mode == "center":
+        size = size[:1]
+    return [v2.Resize(size, _interpolation(config)), v2.CenterCrop(config.size)]
 
 
 def train_framing(config: DataConfig, in_chans: int, mean: Sequence[float]) -> list[Any]:
@@ -65,7 +66,7 @@ def train_framing(config: DataConfig, in_chans: int, mean: Sequence[float]) -> l
     """
     steps = eval_framing(config)
     if config.scale:
-        steps = [v2.RandomResizedCrop(config.image_size, config.scale, config.ratio, _interpolation(config))]
+        steps = [v2.RandomResizedCrop(config.size, config.scale, config.ratio, _interpolation(config))]
     if config.rand_augment:
         steps.append(_rand_augment(config, in_chans, mean))
     return steps
@@ -134,7 +135,7 @@ def _rand_augment(config: DataConfig, in_chans: int, mean: Sequence[float]) -> A
     if in_chans not in (1, 3):
         raise ValueError(f"data.rand_augment works on grey or RGB images, not on {in_chans} channels; leave it empty")
     options = {
-        "translate_const": int(config.image_size * 0.45),
+        "translate_const": int(min(config.size) * 0.45),
         "img_mean": tuple(min(255, round(255 * value)) for value in mean),
         "interpolation": Image.Resampling[config.interpolation.upper()],
     }
