@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
-from weightformer.models import WeightFormer
 from weightformer.streaming.errors import PeerError
 from weightformer.streaming.progress import job_bar
 from weightformer.streaming.rows import least, together
@@ -45,7 +44,7 @@ class Streamed:
 
 
 def stream_files(
-    model: WeightFormer,
+    model: nn.Module,
     images: Mapping[str, Path],
     *,
     output: str = "logits",
@@ -61,7 +60,7 @@ def stream_files(
     Args:
         model: see `stream`.
         images: paths by name, as `weightformer.streaming.sources.find_sources` gives them.
-        output: ``"logits"``, ``"pooled"`` or ``"features"``.
+        output: ``"logits"``, ``"pooled"`` or ``"features"``; of an UperNet ``"segmentation"`` or ``"logits"``.
         out: where dense outputs go, a ``.npy`` or ``.zarr`` path; ``{name}`` in it stands for the image's name.
         strip_rows: see `stream`.
         memory: see `stream`.
@@ -122,7 +121,7 @@ def _kept(
 
 
 def _record(
-    model: WeightFormer,
+    model: nn.Module,
     path: Path,
     out: Path | None,
     workspace: Path,
@@ -133,7 +132,7 @@ def _record(
 
     One that not every process has is removed: they go on together, or begin together.
     """
-    device = model.patch_embed.proj.weight.device
+    device = next(model.parameters()).device
     with together(group, device):
         with contextlib.closing(open_source(path)) as image:
             parts = [image.identity(), digest(model), str(out), *setting]
