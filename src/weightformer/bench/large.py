@@ -24,7 +24,7 @@ from typing import Any
 import timm
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import weightformer  # noqa: F401 - registers the models
 from weightformer.bench.memory import address_space_limit
@@ -356,7 +356,7 @@ def _cpu_name() -> str:
 
 def show(rows: list[dict[str, str]]) -> None:
     """Print a table."""
-    table = Table("image, px", "form", "CPU s", "peak MB", "mapped", "on disk", "difference")
+    table = Table("image, px", "form", Column("CPU s", no_wrap=True), "peak MB", "mapped", "on disk", "difference")
     for row in rows:
         figures = (row["cpu_s"], row["peak_mb"], row["mapped_mb"], row["disk_mb"], row["difference"])
         cells = figures if row["status"] == "ok" else (row["status"], "", "", "", "")
