@@ -356,7 +356,15 @@ def _cpu_name() -> str:
 
 def show(rows: list[dict[str, str]]) -> None:
     """Print a table."""
-    table = Table("image, px", "form", Column("CPU s", no_wrap=True), "peak MB", "mapped", "on disk", "difference")
+    table = Table(
+        "image, px",
+        Column("form", no_wrap=True),
+        Column("CPU s", no_wrap=True),
+        "peak MB",
+        "mapped",
+        "on disk",
+        "difference",
+    )
     for row in rows:
         figures = (row["cpu_s"], row["peak_mb"], row["mapped_mb"], row["disk_mb"], row["difference"])
         cells = figures if row["status"] == "ok" else (row["status"], "", "", "", "")

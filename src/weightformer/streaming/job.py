@@ -6,13 +6,16 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -23,7 +26,7 @@ from weightformer.streaming.run import check_arguments, digest, stream
 from weightformer.streaming.sources import open_source
 from weightformer.streaming.workspace import read_tensors, write_whole
 
-__all__ = ["Streamed", "stream_files"]
+__all__ = ["Streamed", "check_save", "show_saved", "stream_files"]
 
 # What one image may fail of, a lack of memory (a RuntimeError of torch's) and another process among them.
 _FAILURES = (OSError, ValueError, ImportError, MemoryError, RuntimeError)
@@ -100,6 +103,26 @@ def stream_files(
             yield result
     for record in () if failed else records:
         record.unlink()
+
+
+def check_save(result: str, kinds: Sequence[str], save: str | None) -> None:
+    """Raise ValueError if a result is not written to a path of this kind; ``""`` among the kinds allows none."""
+    if Path(save or "").suffix not in kinds:
+        raise ValueError(
+            f"{result} are written to a {' or '.join(filter(None, kinds))} path: "
+            + (f"{save} is none" if save else "give one with --save")
+        )
+
+
+def show_saved(rows: Iterable[tuple[str, str, str]]) -> int:
+    """Print which image was written where, or why not, once all are; returns how many failed."""
+    table = Table(Column("image", overflow="fold"), Column("written to", overflow="fold"))
+    failed = 0
+    for path, saved, error in rows:
+        failed += bool(error)
+        table.add_row(path, f"[red]failed[/red]: {escape(error)}" if error else saved)
+    Console().print(table)
+    return failed
 
 
 def _kept(
