@@ -124,7 +124,8 @@ def measure_large(config: LargeConfig) -> list[dict[str, str]]:
             if expected > config.limit and not streamed:
                 row["status"] = f"skipped: about {expected:.0f} s"
             else:
-                _write_image(image, int(height), int(width))
+                if not image.exists():
+                    write_mosaic(image, int(height), int(width))
                 notes = image.with_name(f"{image.stem}-{form}-{row['ops']}-{config.strip_rows}")
                 case = _Case(form, str(image), config.strip_rows, config.native, config.threads, str(notes))
                 row |= _run(case, output / "large_images.log")
@@ -190,13 +191,6 @@ def _difference(row: dict[str, str], rows: list[dict[str, str]]) -> str:
 
 def _pixels(height: str, width: str) -> int:
     return int(height) * int(width)
-
-
-def _write_image(path: Path, height: int, width: int) -> None:
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        write_mosaic(partial, height, width)
-        partial.rename(path)
 
 
 def _run(case: _Case, log: Path) -> dict[str, str]:
