@@ -145,7 +145,9 @@ def _predict(argv: list[str]) -> int:
     else:
         failed = task.predict(*given, **options)
     if failed and _is_first_process():
-        print(f"{failed} image(s) failed; they are named in the result", file=sys.stderr)
+        plain = large is None and args.get("engine") != "ray"
+        what = "could not be read" if plain else "failed"
+        print(f"{failed} image(s) {what}; they are named in the result", file=sys.stderr)
     return 1 if failed else 0
 
 
