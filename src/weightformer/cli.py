@@ -35,11 +35,11 @@ TASKS = {
     "segmentation": "weightformer.tasks.segmentation",
 }
 
-# What `weightformer data` makes, and the module whose `main(argv)` makes it.
+# What `weightformer data` makes, the module whose `main(argv)` makes it, and in a few words what it is.
 DATA = {
-    "fashion-scenes": "weightformer.tasks.scenes",
-    "latents": "weightformer.tasks.generation.latents",
-    "mosaic": "weightformer.streaming.mosaic",
+    "fashion-scenes": ("weightformer.tasks.scenes", "scenes of Fashion-MNIST items in COCO's and ADE20K's formats"),
+    "latents": ("weightformer.tasks.generation.latents", "images encoded once by a VAE, to train a generator on"),
+    "mosaic": ("weightformer.streaming.mosaic", "one tiled TIFF of real pictures, of any size"),
 }
 
 _CONFIG: Arguments = [
@@ -228,11 +228,13 @@ def _info(argv: list[str]) -> int:
 
 def _bench(argv: list[str]) -> int:
     """Measure speed and memory beside peers: parity first, then interleaved rounds; writes JSON and HTML."""
+    if "--stream" in argv:
+        return _bench_large([word for word in argv if word != "--stream"])
     from weightformer.bench import BenchConfig
     from weightformer.bench import main as measure
 
     if _wants_help(argv):
-        return _help("bench [--KEY VALUE ...]", _bench, BenchConfig, [])
+        return _help("bench [--stream] [--KEY VALUE ...]", _bench, BenchConfig, [_BENCH_STREAM])
     config = parse_config(BenchConfig, argv=argv)
     measure(config)
     print(f"written to {config.output}")
@@ -241,13 +243,30 @@ def _bench(argv: list[str]) -> int:
 
 def _data(argv: list[str]) -> int:
     """Write data sets: synthetic large images, composed scenes, cached latents."""
-    names = ", ".join(DATA)
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: weightformer data NAME ... (weightformer data NAME --help explains one)\n\nnames: {names}")
+        kinds = "\n".join(f"  {name:16s}{text}" for name, (_, text) in DATA.items())
+        print(f"usage: weightformer data NAME ... (weightformer data NAME --help explains one)\n\n{kinds}")
         return 0
     if argv[0] not in DATA:
-        raise ValueError(f"no data set {argv[0]!r}; choose one of {names}")
-    _import(DATA[argv[0]], "train").main(argv[1:])
+        raise ValueError(f"no data set {argv[0]!r}; choose one of {', '.join(DATA)}")
+    _import(DATA[argv[0]][0], "all").main(argv[1:])
+    return 0
+
+
+_BENCH_STREAM: Any = (("--stream",), {"action": "store_true", "help": "large images instead: see --stream --help"})
+
+
+def _bench_large(argv: list[str]) -> int:
+    """Measure memory and time against megapixels: streamed, untiled, and DeiT; writes CSV, a log and a picture."""
+    from weightformer.bench.large import LargeConfig, measure_large, plot, show
+
+    if _wants_help(argv):
+        return _help("bench --stream [--KEY VALUE ...]", _bench_large, LargeConfig, [_BENCH_STREAM])
+    config = parse_config(LargeConfig, argv=argv)
+    show(measure_large(config))
+    table = Path(config.output) / "large_images.csv"
+    plot(table, table.with_suffix(".svg"))
+    print(f"written to {config.output}")
     return 0
 
 

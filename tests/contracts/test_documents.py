@@ -63,7 +63,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
         main([verb, "--help"])
     text = capsys.readouterr().out
     assert text.startswith(f"usage: weightformer {verb}")
-    assert len(text.splitlines()) > 5
+    assert len(text.splitlines()) >= 5
 
 
 def test_the_readme_walk_through(

@@ -13,6 +13,7 @@ import timm
 
 from weightformer.cli import TASKS
 from weightformer.config import parse_config, read_yaml, recipe_path, recipes
+from weightformer.models.denoiser import DENOISERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,6 +24,7 @@ def test_the_recipes_are_there() -> None:
         "scenes_detection"
     }
     named |= {"ade20k_upernet_tiny", "ade20k_upernet_small", "scenes_segmentation"}
+    named |= {f"imagenet256_{size}_{patch}" for size in "sb" for patch in (2, 4, 8)} | {"fashion_denoiser"}
     assert set(recipes()) >= named
 
 
@@ -39,7 +41,7 @@ def parse(recipe: str, argv: list[str]) -> Any:
 
 def test_parses_and_names_a_model_that_exists(recipe: str) -> None:
     config = parse(recipe, [])
-    assert timm.is_model(config.model.name)
+    assert timm.is_model(config.model.name) or config.model.name in DENOISERS
     assert config.output == f"runs/{recipe}", "recipes must not write into each other's folders"
 
 

@@ -36,8 +36,10 @@ def read_stored(path: str | Path, *names: str) -> list[Any]:
     """
     content = read_state_dict(path)
     stored = content.get("hyper_parameters")
-    if not isinstance(stored, dict) or not {"config", *names} <= stored.keys():
+    if not isinstance(stored, dict) or "config" not in stored:
         raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"{path} is a checkpoint of another task: it stores no {' and no '.join(missing)}")
     config, *lists = (stored[name] for name in ("config", *names))
     if not isinstance(config, dict) or not all(isinstance(entry, list) for entry in lists):
         raise ValueError(f"{path}: its configuration or class names are damaged")

@@ -86,6 +86,20 @@ def test_losses_of_the_cascade_are_named_by_stage() -> None:
     assert losses.keys() == stages | {"loss_objectness", "loss_rpn_box_reg", "loss_mask"}
 
 
+def test_three_stages_weigh_on_the_pyramid_as_one() -> None:
+    heads = build("cascade").train().roi_heads
+    features = {str(i): torch.randn(1, 16, 16 >> i, 16 >> i, requires_grad=True) for i in range(4)}
+    boxes, sizes = [torch.tensor([[3.0, 4.0, 40.0, 50.0]])], [(64, 64)]
+    scores, _ = heads._run_stage(0, features, boxes, sizes)
+    pooled = heads.box_roi_pool(features, boxes, sizes)
+    alone, _ = heads.box_predictor[0](heads.box_head[0](pooled))
+    torch.testing.assert_close(scores, alone)
+    shared, whole = (
+        torch.autograd.grad(x.square().sum(), features["0"], retain_graph=True)[0] for x in (scores, alone)
+    )
+    torch.testing.assert_close(shared, whole / 3)
+
+
 def test_losses_are_means_over_images(kind: str) -> None:
     """A batch of different sizes weighs each image the same: three groups, one image each."""
     detector = build(kind).train()

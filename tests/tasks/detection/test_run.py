@@ -260,7 +260,7 @@ def test_a_run_continues_only_as_it_was(trained: Path, small_config: Callable[..
 
 
 def test_classification_checkpoints_are_no_detectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = timm.create_model("weightformer_micro", embed_dim=16, depth=2)
-    save_weights(model, tmp_path / "plain.safetensors")
-    assert main(["eval", str(tmp_path / "plain.safetensors"), "--task", "detection"]) == 2
-    assert "no detection checkpoint" in capsys.readouterr().err
+    stored = {"config": {"task": "classification"}, "class_names": ["a", "b"]}
+    torch.save({"state_dict": {}, "hyper_parameters": stored}, tmp_path / "classifier.ckpt")
+    assert main(["eval", str(tmp_path / "classifier.ckpt"), "--task", "detection"]) == 2
+    assert "a checkpoint of another task: it stores no category_ids" in capsys.readouterr().err

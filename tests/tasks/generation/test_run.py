@@ -102,24 +102,20 @@ def kill_and_resume(folder: Path, config: Path, *options: str) -> int:
     return step
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_and_resumed_is_bit_identical(tmp_path: Path, tiny_run: dict[str, Any], processes: int) -> None:
+def test_killed_and_resumed_is_bit_identical(tmp_path: Path, tiny_run: dict[str, Any]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_run))
-    options = ["--trainer.devices", str(processes), "--data.batch_size", str(128 // processes)]
-    straight = run("train", "--config", str(config), "--output", str(tmp_path / "straight"), *options)
+    straight = run("train", "--config", str(config), "--output", str(tmp_path / "straight"))
     assert straight.returncode == 0, straight.stderr
-    step = kill_and_resume(tmp_path / "killed", config, *options)
+    step = kill_and_resume(tmp_path / "killed", config)
     one, other = (read_state_dict(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("straight", "killed"))
     assert 0 < step < one["global_step"] == other["global_step"]
     for weights in ("state_dict", "current_model_state"):  # averaged, raw
         assert not [k for k, v in one[weights].items() if not torch.equal(v, other[weights][k])]
 
 
-def test_two_processes_train_on_the_same_samples(trained: Path, tmp_path: Path, tiny_run: dict[str, Any]) -> None:
-    """Their losses differ from those of one process by rounding, until it has grown."""
-    if trained.name == "dit":
-        pytest.skip("one denoiser is enough")
+def test_two_processes_train(tmp_path: Path, tiny_run: dict[str, Any]) -> None:
+    """With the same samples a step as one, without parameters that a step leaves out."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_run))
     done = run(
@@ -127,8 +123,7 @@ def test_two_processes_train_on_the_same_samples(trained: Path, tmp_path: Path, 
         "--data.batch_size", "64", "--trainer.epochs", "1", "--trainer.val_every", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    two = read_state_dict(tmp_path / "two" / "checkpoints" / "last.ckpt")
-    assert two["global_step"] == 1437 // 2 // 64 == 11
+    assert read_state_dict(tmp_path / "two" / "checkpoints" / "last.ckpt")["global_step"] == 1437 // 2 // 64
 
 
 def test_sampling_and_scoring_may_change_on_resume(trained: Path, tiny_run: dict[str, Any]) -> None:
@@ -166,7 +161,7 @@ def test_scores_are_the_same_for_two_processes(trained: Path, scorer: str, tmp_p
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes((trained / "checkpoints" / "last.ckpt").read_bytes())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "weightformer", "eval", str(checkpoint), "--task", "generation", "--json"]
     command += ["--score.features", scorer, "--score.num_samples", "21"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)

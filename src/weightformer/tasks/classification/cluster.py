@@ -159,9 +159,9 @@ def _read(folder: Path) -> Any:
 
 def _finished(folder: Path) -> set[str]:
     """Images that an earlier run predicted; the rows of those that failed, and damaged files, leave the folder."""
-    parquet = import_reader("pyarrow.parquet", "ray")
+    compute, parquet = import_reader("pyarrow.compute", "ray"), import_reader("pyarrow.parquet", "ray")
     rows = _read(folder)
-    good = rows.filter([not error for error in rows.column("error").to_pylist()])
+    good = rows.filter(compute.equal(rows.column("error"), ""))
     if old := sorted(folder.glob("*.parquet")):
         parquet.write_table(good, folder / "finished.partial")
         (folder / "finished.partial").replace(folder / "finished.parquet")

@@ -191,7 +191,10 @@ def score(real: Tensor, fake: Tensor, logits: Tensor, *, seed: int) -> dict[str,
 
 
 def frechet_distance(real: Tensor, fake: Tensor) -> float:
-    """FID: the distance between the Gaussians of two feature sets, (M, D) and (N, D). Fewer than D are warned of."""
+    """FID: the distance between the Gaussians of two sets of features, (M, D) and (N, D).
+
+    Warns where there are fewer images than features.
+    """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     count, dim = min(len(real), len(fake)), fake.shape[1]
