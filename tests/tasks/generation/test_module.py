@@ -14,6 +14,7 @@ from weightformer.tasks.generation.config import DenoiserConfig
 from weightformer.tasks.generation.module import GenerationModule, build_denoiser, create_dit
 
 OURS: dict[str, Any] = {"name": "denoiser_micro", "kwargs": {"hidden_size": 32, "depth": 2}}
+DIG: dict[str, Any] = {"name": "dig_micro", "kwargs": {"hidden_size": 32, "depth": 2}}
 TWIN: dict[str, Any] = {"name": "dit", "kwargs": {"hidden_size": 32, "depth": 2, "num_heads": 2}}
 
 
@@ -28,7 +29,7 @@ def batch(count: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return clean.clamp(-1, 1), torch.arange(count) % 11, noise, torch.arange(count) * 150
 
 
-@pytest.fixture(params=[OURS, TWIN], ids=["weightformer", "dit"])
+@pytest.fixture(params=[OURS, TWIN, DIG], ids=["weightformer", "dit", "dig"])
 def model(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 

@@ -137,7 +137,7 @@ def test_sampling_and_scoring_may_change_on_resume(trained: Path, tiny_run: dict
 
 def test_scores(trained: Path, scorer: str, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
-    argv = ["eval", checkpoint, "--task", "generation", "--json", "--score.features", scorer]
+    argv = ["eval", checkpoint, "--json", "--score.features", scorer]
     assert main(argv) == 0
     result = json.loads(capsys.readouterr().out)
     for name in ("fid", "kid", "inception_score", "precision", "recall", "accuracy", "accuracy_worst"):
@@ -162,7 +162,7 @@ def test_scores_are_the_same_for_two_processes(trained: Path, scorer: str, tmp_p
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes((trained / "checkpoints" / "last.ckpt").read_bytes())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "weightformer", "eval", str(checkpoint), "--task", "generation", "--json"]
+    command += ["-m", "weightformer", "eval", str(checkpoint), "--json"]
     command += ["--score.features", scorer, "--score.num_samples", "21"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -227,7 +227,7 @@ def test_latents_from_training_to_images(
     pipeline = WeightFormerPipeline.from_pretrained(tmp_path / "run" / "pipeline")
     assert pipeline.vae.config.scaling_factor == 0.7
     capsys.readouterr()
-    assert main(["eval", checkpoint, "--task", "generation", "--score.num_samples", "2", "--score.features", "x"]) == 2
+    assert main(["eval", checkpoint, "--score.num_samples", "2", "--score.features", "x"]) == 2
     assert "x" in capsys.readouterr().err
 
 
@@ -259,7 +259,7 @@ def test_no_verb_runs_code(verb: str, tmp_path: Path, monkeypatch: pytest.Monkey
     torch.save(
         {"state_dict": Hostile(), "hyper_parameters": {"config": {}, "class_names": [], "samples": {}}}, "a.ckpt"
     )
-    assert main([verb, "a.ckpt", *(["--task", "generation"] if verb == "eval" else [])]) == 2
+    assert main([verb, "a.ckpt"]) == 2
     assert not Path("hostile_marker").exists()
 
 

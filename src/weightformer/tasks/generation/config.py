@@ -16,7 +16,7 @@ class DenoiserConfig:
     """Which denoiser is trained."""
 
     name: str = "denoiser_micro"
-    """A size of ours (`weightformer.models.DENOISERS`), or ``dit``: diffusers' DiT, initialised as its paper says."""
+    """As for `weightformer.models.create_denoiser`; or ``dit``: diffusers' DiT, initialised as its paper says."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its constructor; ``dit`` takes patch_size, hidden_size, depth and num_heads."""
     weights: str | None = None
