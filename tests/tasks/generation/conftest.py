@@ -50,7 +50,7 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vae = AutoencoderKL(
         in_channels=3, out_channels=3, latent_channels=2, block_out_channels=(4, 4, 4), norm_num_groups=2,
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, layers_per_block=1,
-        scaling_factor=0.7, shift_factor=0.1, sample_size=16,
+        scaling_factor=0.7, shift_factor=2.0, sample_size=16,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("vae")
     vae.save_pretrained(folder)

@@ -42,7 +42,7 @@ def test_moments_are_those_of_the_vae(encode: Any, vae_folder: Path, image_folde
     folder = LatentFolder(encode())
     assert folder.class_names == ["seven", "three"]
     assert folder.shape == [2, SIDE // 4, SIDE // 4]
-    assert folder.vae == {"name": str(vae_folder), "scaling_factor": 0.7, "shift_factor": 0.1}
+    assert folder.vae == {"name": str(vae_folder), "scaling_factor": 0.7, "shift_factor": 2.0}
     images = GenerationData(
         DataConfig(source="folder", root=str(image_folder), image_size=SIDE), seed=0, channels=3
     ).samples("train")
@@ -65,7 +65,7 @@ def test_latents_are_drawn_scaled_and_flipped(encode: Any) -> None:
         drawn, labels = LatentDataset(folder, "train", hflip=hflip, seed=0).__getitems__(keys)
         mean, std = np.load(folder.shard("train", 5))[5, int(hflip)].astype(np.float32)
         assert labels.unique().tolist() == [int(folder.labels("train")[5])]
-        error = drawn.mean(0) - (torch.from_numpy(mean) - 0.1) * 0.7
+        error = drawn.mean(0) - (torch.from_numpy(mean) - 2) * 0.7
         assert (error.abs() < 5 * 0.7 * torch.from_numpy(std) / 400**0.5).all()
         torch.testing.assert_close(drawn.std(0), torch.from_numpy(std) * 0.7, rtol=0.2, atol=0)
     again, _ = LatentDataset(folder, "train", hflip=1.0, seed=0).__getitems__(keys[::-1])
