@@ -331,6 +331,17 @@ def test_every_predictor_serves_the_denoiser(linear_predictor: str, conv_predict
     assert relative_error(model(x[:1], t[:1], y[:1]).sample, out[:1]) < 1e-5
 
 
+def test_every_switch_changes_the_output_and_is_saved(tmp_path: Path) -> None:
+    seen = []
+    for switch in ({}, {"static_weight": False}, {"normalize": False}, {"pool": 1}, {"pool": "7x7"}):
+        torch.manual_seed(0)
+        model = lively(depth=2, **switch)
+        seen.append(model(*inputs(2, 20, 14)).sample)
+        assert not any(torch.allclose(seen[-1], other, rtol=1e-3, atol=1e-5) for other in seen[:-1]), switch
+        model.save_pretrained(tmp_path)
+        assert torch.equal(WeightFormerDenoiser.from_pretrained(tmp_path)(*inputs(2, 20, 14)).sample, seen[-1])
+
+
 def test_gradient_checkpointing_changes_memory_only() -> None:
     model, (x, t, y) = lively(class_dropout_prob=0.5).train(), inputs(4)
     calls, results = [], []

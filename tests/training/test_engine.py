@@ -83,6 +83,15 @@ def test_another_configuration_does_not_touch_a_run(tmp_path: Path) -> None:
     assert "lr: 1.0" in (folder / "config.yaml").read_text()
 
 
+def test_how_a_run_is_evaluated_may_change(tmp_path: Path) -> None:
+    """An evaluation that needs too much memory must not cost the run."""
+    before = {"data": {"val_batch_size": 8}, "infer": {"mode": "whole", "window": 512, "stride": 341}}
+    after = {"data": {"val_batch_size": 1}, "infer": {"mode": "slide", "window": 256, "stride": 128}}
+    claim_output(tmp_path, before)
+    claim_output(tmp_path, after)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == after
+
+
 def test_a_damaged_record_of_the_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("optim: [1, 2")
     with pytest.raises(ValueError, match=r"config\.yaml"):

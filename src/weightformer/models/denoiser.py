@@ -80,6 +80,9 @@ class DenoiserBlock(nn.Module):
         dynamic: whether the convolution and fc1 predict their weights.
         linear_predictor: see `weightformer.layers.DynamicLinear`.
         conv_predictor: see `weightformer.layers.DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `weightformer.layers.DynamicLinear`.
     """
 
     def __init__(
@@ -90,15 +93,25 @@ class DenoiserBlock(nn.Module):
         dynamic: bool = False,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
     ) -> None:
         super().__init__()
         hidden = int(dim * mlp_ratio)
+        parts: dict[str, Any] = {"static_weight": static_weight, "normalize": normalize}
         self.dynamic = dynamic
+        self.conv: nn.Module
+        self.fc1: nn.Module
         self.modulation = nn.Linear(dim, 6 * dim)
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor) if dynamic else DepthwiseConv2d(dim)
+        if dynamic:
+            self.conv = DynamicDepthwiseConv2d(dim, predictor=conv_predictor, **parts)
+            self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor, pool=pool, **parts)
+        else:
+            self.conv = DepthwiseConv2d(dim)
+            self.fc1 = nn.Linear(dim, hidden)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.fc1 = DynamicLinear(dim, hidden, predictor=linear_predictor) if dynamic else nn.Linear(dim, hidden)
         self.act = nn.GELU("tanh")
         self.fc2 = nn.Linear(hidden, dim)
 
@@ -305,6 +318,9 @@ class WeightFormerDenoiser(ConditionalDenoiser):
             1, 4, 7, ... dynamic; 0 makes every block static.
         linear_predictor: see `weightformer.layers.DynamicLinear`.
         conv_predictor: see `weightformer.layers.DynamicDepthwiseConv2d`.
+        static_weight: see both; likewise the next.
+        normalize: see both.
+        pool: see `weightformer.layers.DynamicLinear`.
 
     Raises:
         ValueError: an argument out of range or an unknown name.
@@ -334,6 +350,9 @@ class WeightFormerDenoiser(ConditionalDenoiser):
         dynamic_every: int = 3,
         linear_predictor: str = "bilateral",
         conv_predictor: str = "adaptive",
+        static_weight: bool = True,
+        normalize: bool = True,
+        pool: int | str = 2,
     ) -> None:
         if dynamic_every < 0:
             raise ValueError(f"dynamic_every must be 0 (all static) or more, got {dynamic_every}")
@@ -345,6 +364,9 @@ class WeightFormerDenoiser(ConditionalDenoiser):
                 dynamic=dynamic_every > 0 and (i + dynamic_every - 1) % dynamic_every == 0,
                 linear_predictor=linear_predictor,
                 conv_predictor=conv_predictor,
+                static_weight=static_weight,
+                normalize=normalize,
+                pool=pool,
             )
 
         super().__init__(

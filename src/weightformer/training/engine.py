@@ -54,8 +54,11 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
 
 
 # What a run may be resumed with in another form, since no weight depends on it.
-_MAY_CHANGE = {"trainer.checkpoint_every", "trainer.log_every", "trainer.val_every", "data.num_workers", "data.root"}
-_MAY_CHANGE |= {"sampling", "score"}  # whole sections
+_MAY_CHANGE = {
+    *("trainer.checkpoint_every", "trainer.log_every", "trainer.val_every"),
+    *("data.num_workers", "data.root", "data.val_batch_size"),
+    *("infer", "sampling", "score"),  # whole sections
+}
 
 
 def _may_change(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Both denoisers are built, start and learn as they should, and take labels as the data give them."""
+"""All three denoisers are built, start and learn as they should, and take labels as the data give them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weightformer.tasks.generation.config import DenoiserConfig
 from weightformer.tasks.generation.module import GenerationModule, build_denoiser, create_dit
 
 OURS: dict[str, Any] = {"name": "denoiser_micro", "kwargs": {"hidden_size": 32, "depth": 2}}
-DIG: dict[str, Any] = {"name": "dig_micro", "kwargs": {"hidden_size": 32, "depth": 2}}
 TWIN: dict[str, Any] = {"name": "dit", "kwargs": {"hidden_size": 32, "depth": 2, "num_heads": 2}}
+DIG: dict[str, Any] = {"name": "dig_micro", "kwargs": {"hidden_size": 32, "depth": 2}}
 
 
 def build(model: dict[str, Any], **kwargs: Any) -> GenerationModule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def _image_ids(files: Sequence[str | Path]) -> list[int]:
 
 
 def _draw(
-    predictions: Iterator[Prediction] | Any, folder: Path, categories: Mapping[int, str], threshold: float
+    predictions: Iterable[Prediction], folder: Path, categories: Mapping[int, str], threshold: float
 ) -> Iterator[Prediction]:
     folder.mkdir(parents=True, exist_ok=True)
     names: Counter[str] = Counter()
@@ -155,7 +155,7 @@ def _draw(
         yield prediction
 
 
-def _write(predictions: Iterator[Prediction] | Any, path: Path) -> int:
+def _write(predictions: Iterable[Prediction], path: Path) -> int:
     failed: list[str] = []
     separator = "[\n"
     with path.open("w", encoding="utf-8") as file:
@@ -172,7 +172,7 @@ def _write(predictions: Iterator[Prediction] | Any, path: Path) -> int:
     return len(failed)
 
 
-def _list(predictions: Iterator[Prediction] | Any, categories: Mapping[int, str], threshold: float) -> int:
+def _list(predictions: Iterable[Prediction], categories: Mapping[int, str], threshold: float) -> int:
     table = Table("image", "objects", "best first")
     failed = 0
     for prediction in predictions:

@@ -16,7 +16,7 @@ class DenoiserConfig:
     """Which denoiser is trained."""
 
     name: str = "denoiser_micro"
-    """As for `weightformer.models.create_denoiser`; or ``dit``: diffusers' DiT, initialised as its paper says."""
+    """A size of ours (``denoiser_s_2``); or a baseline: ``dig_s_2`` and the like, or ``dit``, diffusers' DiT."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its constructor; ``dit`` takes patch_size, hidden_size, depth and num_heads."""
     weights: str | None = None

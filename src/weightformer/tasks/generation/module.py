@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from weightformer.config import parse_config
 from weightformer.models.checkpoint import load_weights
-from weightformer.models.denoiser import create_denoiser
+from weightformer.models.denoiser import DENOISERS, create_denoiser
+from weightformer.models.dig import DIG
 from weightformer.tasks.generation.config import DenoiserConfig, GenerationConfig
 from weightformer.tasks.generation.data import Batch
 from weightformer.tasks.generation.diffusion import HybridLoss
@@ -47,8 +48,10 @@ def build_denoiser(
     try:
         if config.name == "dit":
             model: Any = create_dit(**shape, **config.kwargs)
-        else:
+        elif config.name in (*DENOISERS, *DIG):
             model = create_denoiser(config.name, **shape, class_dropout_prob=label_dropout, **config.kwargs)
+        else:
+            raise ValueError(f"no denoiser {config.name!r}; choose one of {', '.join((*DENOISERS, *DIG, 'dit'))}")
     except TypeError as error:
         raise ValueError(f"model.kwargs {config.kwargs} do not fit {config.name}: {error}") from error
     if config.weights:
