@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,13 @@ def test_the_command(
     monkeypatch.undo()
     argv = ["data", "latents", str(tmp_path / "digits"), "--source", "digits", "--vae", str(vae_folder)]
     assert main([*argv, "--image_size", "8", "--batch_size", "512", "--device", "cpu"]) == 0
-    assert LatentFolder(tmp_path / "digits").shape == [2, 2, 2]
+    folder = LatentFolder(tmp_path / "digits")
+    assert folder.shape == [2, 2, 2]
+    drawn, _ = LatentDataset(folder, "train", hflip=0.0, seed=0).__getitems__([(0, i) for i in range(1024)])
+    said = re.search(r"latents of 2 x 2 x 2; .*mean (-?[\d.]+), deviation ([\d.]+)", capsys.readouterr().out)
+    assert said
+    assert float(said[1]) == pytest.approx(drawn.mean().item(), abs=0.05)
+    assert float(said[2]) == pytest.approx(drawn.std().item(), abs=0.05)
     assert main(["data", "latents", str(tmp_path / "x"), "--source", "digits", "--vae", str(tmp_path / "nowhere")]) == 2
     assert "no AutoencoderKL at" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -155,12 +155,10 @@ def test_scores(trained: Path, scorer: str, capsys: pytest.CaptureFixture[str]) 
     assert json.loads((folder / "scores.json").read_text()) == result
 
 
-def test_scores_are_the_same_for_two_processes(trained: Path, scorer: str, tmp_path: Path) -> None:
-    if trained.name == "dit":
-        pytest.skip("one denoiser is enough")
+def test_scores_are_the_same_for_two_processes(ours: Path, scorer: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_bytes((trained / "checkpoints" / "last.ckpt").read_bytes())
+    checkpoint.write_bytes((ours / "checkpoints" / "last.ckpt").read_bytes())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "weightformer", "eval", str(checkpoint), "--json"]
     command += ["--score.features", scorer, "--score.num_samples", "21"]
@@ -169,21 +167,17 @@ def test_scores_are_the_same_for_two_processes(trained: Path, scorer: str, tmp_p
     two = json.loads(done.stdout.splitlines()[-1])
     content, names = read_checkpoint(checkpoint)
     options = ["--score.features", scorer, "--score.num_samples", "21"]
-    one = evaluate(parse_config(Config, content, options), trained / "checkpoints" / "last.ckpt", names)
+    one = evaluate(parse_config(Config, content, options), ours / "checkpoints" / "last.ckpt", names)
     assert one["samples"] == two["samples"] == 21
     assert one["fid"] == pytest.approx(two["fid"], rel=0.01)
 
 
-def test_a_weight_file_is_scored_with_its_recipe(trained: Path, scorer: str, tiny_run: dict[str, Any]) -> None:
-    if trained.name == "dit":
-        pytest.skip("one denoiser is enough")
-    weights = trained / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
+def test_a_weight_file_is_scored_with_its_recipe(ours: Path, scorer: str, tiny_run: dict[str, Any]) -> None:
+    weights = ours / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
     config = parse_config(Config, tiny_run, ["--score.features", scorer])
     one = evaluate(config, weights)
-    content, names = read_checkpoint(trained / "checkpoints" / "last.ckpt")
-    other = evaluate(
-        parse_config(Config, content, ["--score.features", scorer]), trained / "checkpoints/last.ckpt", names
-    )
+    content, names = read_checkpoint(ours / "checkpoints" / "last.ckpt")
+    other = evaluate(parse_config(Config, content, ["--score.features", scorer]), ours / "checkpoints/last.ckpt", names)
     assert one["fid"] == other["fid"]
 
 
