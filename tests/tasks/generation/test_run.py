@@ -189,11 +189,14 @@ def test_without_validation_images(tmp_path: Path, image_folder: Path) -> None:
         "model": {"kwargs": {"hidden_size": 16, "depth": 2}},
         "data": {"source": "folder", "root": str(tmp_path / "images"), "image_size": 8, "batch_size": 8},
         "optim": {"warmup_epochs": 0},
-        "trainer": {"epochs": 1, "accelerator": "cpu", "log_every": 1},
+        "trainer": {"epochs": 1, "accelerator": "cpu", "log_every": 1, "ema_decay": 0.9},
     }
     config = parse_config(Config, content)
     assert 0.5 < train(config)["train_loss"] < 2
+    exported = tmp_path / "run" / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = exported.read_bytes()
     assert train(config) == {}
+    assert exported.read_bytes() == before, "averaged weights again"
 
 
 def test_latents_from_training_to_images(
