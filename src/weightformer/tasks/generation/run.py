@@ -73,10 +73,11 @@ def train(config: GenerationConfig) -> dict[str, float]:
         global_batch=config.data.batch_size * trainer.world_size * config.trainer.accumulate,
     )
     trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
-    if val_loader and (config.trainer.epochs % config.trainer.val_every or not hasattr(module, "result")):
+    if config.trainer.epochs % config.trainer.val_every or not hasattr(module, "result"):
         # The last epoch is between two evaluations, or the run was complete already.
         load_weights(module.model, str(last_checkpoint(folder)))
-        trainer.validate(module, val_loader, verbose=False)
+        if val_loader:
+            trainer.validate(module, val_loader, verbose=False)
     if trainer.is_global_zero:
         _export(module, folder / "pipeline")
     if skipped := sorted(data.skipped):
@@ -109,9 +110,8 @@ def evaluate(config: GenerationConfig, weights: str | Path, class_names: Sequenc
     """
     rank, world = process_rank()
     device = default_device(config.trainer.accelerator)
-    features = (
-        _features(config.score, device) if rank == 0 else None
-    )  # which fails before hours of sampling, if it does
+    # First, so that what is wrong with it comes to light before hours of sampling.
+    features = _features(config.score, device) if rank == 0 else None
     pipeline = build_pipeline(config, weights, class_names).to(device)
     sampling, num = config.sampling, config.score.num_samples
     name = f"{digest(weights)}-{sampling.scheduler}-{sampling.steps}-guidance-{sampling.guidance:g}-seed-{config.seed}"

@@ -62,7 +62,7 @@ def build_pipeline(
         class_names, samples = data.class_names, {"channels": data.channels, "size": data.size, "vae": data.vae}
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
     module = GenerationModule(config, class_names, **samples)
-    load_weights(module.model, content)
+    load_weights(module.model, weights)
     return module.pipeline()
 
 
@@ -89,7 +89,12 @@ def sample(
 
     Returns:
         The folder.
+
+    Raises:
+        ValueError: an unknown class, no grid or number of images, or a folder that holds samples of other settings.
     """
+    if num < 0:
+        raise ValueError(f"--num must be positive, got {num}")
     pipeline = build_pipeline(config, weights, class_names).to(default_device(config.trainer.accelerator))
     labels = parse_classes(classes, pipeline)
     rows, columns = parse_grid(grid) if grid else (min(len(labels), 16), 8)
