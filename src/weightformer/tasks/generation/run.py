@@ -37,6 +37,7 @@ from weightformer.tasks.generation.sample import (
     sample_size,
 )
 from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
+from weightformer.training.loader import as_collated
 
 __all__ = ["PREDICT_ARGUMENTS", "evaluate", "predict", "read_checkpoint", "train"]
 
@@ -191,7 +192,7 @@ def _reference(config: GenerationConfig, batch_size: int, size: tuple[int, int])
     places = spread(len(samples), config.score.num_reference).tolist()
     keys = [[(0, place) for place in places[i : i + batch_size]] for i in range(0, len(places), batch_size)]
     loader = torch.utils.data.DataLoader(
-        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=_finished
+        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=as_collated
     )
 
     def batches() -> Iterator[Tensor]:
@@ -218,8 +219,3 @@ def _export(module: GenerationModule, folder: Path) -> None:
         warnings.warn(f"{folder} is written without its VAE: {error}", stacklevel=3)
         pipeline = module.pipeline(with_vae=False)
     pipeline.save_pretrained(folder)
-
-
-def _finished(batch: Any) -> Any:
-    """The datasets collate their batches themselves."""
-    return batch
