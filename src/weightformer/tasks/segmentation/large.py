@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weightformer.models.checkpoint import load_weights
 from weightformer.streaming import find_sources, stream_files
 from weightformer.streaming.job import check_save, show_saved
 from weightformer.streaming.workspace import as_bytes
 from weightformer.tasks.segmentation.config import SegmentationConfig
 from weightformer.tasks.segmentation.module import SegmentationModule
-from weightformer.training.runs import normalization, without_start_weights
+from weightformer.training.runs import inference_device, normalization, without_start_weights
 
 __all__ = ["RESULTS", "LargeOptions", "predict_large"]
 
@@ -69,7 +67,7 @@ def predict_large(
     backbone: Any = module.model.backbone
     mean, std = normalization(config.model)
     backbone.pretrained_cfg = {**(backbone.pretrained_cfg or {}), "mean": tuple(mean), "std": tuple(std)}
-    device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    device = inference_device(config.trainer.accelerator)
     results = stream_files(
         module.model.to(device).eval(),
         found,
