@@ -2,7 +2,7 @@
 
     python benchmarks/large_images.py measure 512x512 1024x1024 2048x2048 4096x4096
     python benchmarks/large_images.py measure 4096x4096 --native --forms untiled streamed-memory streamed-disk
-    python benchmarks/large_images.py measure 1024x2048 4096x2048 8192x2048 16384x2048 --forms streamed-disk
+    python benchmarks/large_images.py measure 1024x2048 4096x2048 8192x2048 16384x2048 --forms streamed-disk untiled
     python benchmarks/large_images.py measure 16384x16384 32768x32768 --forms streamed-disk
     python benchmarks/large_images.py plot
 

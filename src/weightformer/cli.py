@@ -120,30 +120,35 @@ def _eval(argv: list[str]) -> int:
 def _predict(argv: list[str]) -> int:
     """Predict image files and folders with a checkpoint; print a table or write files (``--task`` says which)."""
     task, _, _ = _recipe(argv, stored=True)
-    streams = hasattr(task, "LargeOptions")
     arguments: Arguments = [
         (("weights",), {"help": "a training checkpoint (.ckpt)"}),
         (("images",), {"nargs": "+", "help": "image files, or folders to search for them"}),
         *task.PREDICT_ARGUMENTS,
-        *(_LARGE if streams else []),
+        *_large_arguments(task),
     ]
     if _wants_help(argv):
         return _help("predict WEIGHTS IMAGE ... [--save FILE] [--KEY VALUE ...]", _predict, task.Config, arguments)
     args = parse_arguments(task.Config, argv, arguments)
-    large = _large_options(task, args) if streams else None
+    options = {name: args[name] for (flag, *_), _ in task.PREDICT_ARGUMENTS if (name := flag.lstrip("-"))}
+    large = _large_options(task, args, options) if hasattr(task, "LargeOptions") else None
     content, class_names = task.read_checkpoint(args.weights)
     config = parse_config(task.Config, content, argv, args.weights, arguments)
     given = (config, args.weights, class_names, args.images)
-    options = {name: args[name] for (flag, *_), _ in task.PREDICT_ARGUMENTS if (name := flag.lstrip("-"))}
-    if streams and args.engine == "ray":
+    if args.get("engine") == "ray":
+        if not args.save:
+            raise ValueError("--engine ray writes Parquet files: give their folder with --save")
         failed = task.predict_on_cluster(*given, args.save, address=args.address, large=large, top_k=args.top_k)
         print(f"written to {args.save}")
+    elif args.get("address"):
+        raise ValueError("--address is for --engine ray")
     elif large is not None:
         failed = task.predict_large(*given, large)
     else:
         failed = task.predict(*given, **options)
     if failed and _is_first_process():
-        print(f"{failed} image(s) failed; they are named in the result", file=sys.stderr)
+        plain = large is None and args.get("engine") != "ray"
+        what = "could not be read" if plain else "failed"
+        print(f"{failed} image(s) {what}; they are named in the result", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -177,39 +182,44 @@ def _sample(argv: list[str]) -> int:
 
 
 _STREAM = {
-    "result": (str, "NAME", "classes (default), logits, pooled (the mean token) or features (every token)"),
+    "result": (str, "NAME", ""),
     "strip_rows": (int, "N", "token rows computed together; fewer take less memory (default 16)"),
     "memory": (str, "SIZE", "tokens beyond so many bytes, such as 2GiB, go to disk (default: half of the memory)"),
     "workspace": (str, "FOLDER", "keep tokens and finished results here: the same command resumes after a kill"),
 }
-_LARGE: Arguments = [
-    (("--stream",), {"action": "store_true", "help": "each image whole, at its own resolution, in bounded memory"}),
-    *(
-        ((f"--{name}",), {"type": kind, "metavar": metavar, "help": f"with --stream: {text}"})
-        for name, (kind, metavar, text) in _STREAM.items()
-    ),
-    (("--tiles",), {"action": "store_true", "help": "with --stream: a folder given is one image, cut into tiles"}),
-    (
-        ("--engine",),
-        {"choices": ["local", "ray"], "default": "local", "help": "ray: Parquet files in the folder --save"},
-    ),
-    (("--address",), {"metavar": "HOST", "help": "with --engine ray: a running cluster; by default this machine's"}),
-]
 
 
-def _large_options(task: Any, args: Any) -> Any:
+def _large_arguments(task: Any) -> Arguments:
+    """Options for images too large for memory, of a task that can stream."""
+    if not hasattr(task, "LargeOptions"):
+        return []
+    first, *others = task.RESULTS
+    texts = {name: text for name, (_, _, text) in _STREAM.items()} | {
+        "result": f"{first} (default), {', '.join(others)}"
+    }
+    arguments: list[Any] = [
+        (("--stream",), {"action": "store_true", "help": "each image whole, at its own resolution, in bounded memory"}),
+        *(
+            ((f"--{name}",), {"type": kind, "metavar": metavar, "help": f"with --stream: {texts[name]}"})
+            for name, (kind, metavar, _) in _STREAM.items()
+        ),
+        (("--tiles",), {"action": "store_true", "help": "with --stream: a folder given is one image, cut into tiles"}),
+    ]
+    if hasattr(task, "predict_on_cluster"):
+        engine = {"choices": ["local", "ray"], "default": "local", "help": "ray: Parquet files in the folder --save"}
+        address = "with --engine ray: a running cluster; by default this machine's"
+        arguments += [(("--engine",), engine), (("--address",), {"metavar": "HOST", "help": address})]
+    return arguments
+
+
+def _large_options(task: Any, args: Any, options: dict[str, Any]) -> Any:
     """How to stream; ``None`` without ``--stream``."""
-    given = {name: getattr(args, name) for name in _STREAM if getattr(args, name) is not None}
-    given |= {"tiles": True} if args.tiles else {}
-    if args.address and args.engine != "ray":
-        raise ValueError("--address is for --engine ray")
-    if args.engine == "ray" and not (args.save and hasattr(task, "predict_on_cluster")):
-        raise ValueError("--engine ray classifies images and writes Parquet files: give their folder with --save")
+    given = {name: args[name] for name in _STREAM if args[name] is not None} | ({"tiles": True} if args.tiles else {})
     if not args.stream:
         if given:
             raise ValueError(f"--{next(iter(given))} is for large images: add --stream")
         return None
-    return task.LargeOptions(**given, top_k=args.top_k, save=args.save)
+    return task.LargeOptions(**given, **options)
 
 
 def _info(argv: list[str]) -> int:

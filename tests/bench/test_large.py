@@ -73,7 +73,7 @@ def test_what_would_take_too_long_or_does_not_fit_is_a_cell(folder: Path, tmp_pa
     large._write_table(table, [base])
     config = LargeConfig(["192x320"], ["deit-explicit"], mosaics=str(tmp_path), output=str(tmp_path), limit=10)
     assert measure_large(config)[1]["status"] == "skipped: about 16 s"  # four times the pixels, squared
-    monkeypatch.setattr(large, "_write_image", lambda *_: None)
+    monkeypatch.setattr(large, "write_mosaic", lambda *_: None)
     monkeypatch.setattr(large, "_run", lambda *_: {"status": "out of memory"})
     config.limit = 20
     rows = measure_large(config)

@@ -53,7 +53,7 @@ PUBLIC = {
     },
     "weightformer.analysis.flops": {"multiply_adds"},
     "weightformer.ops.native": {"build"},
-    "weightformer.streaming": {"RowParallel", "Source", "open_source", "stream"},
+    "weightformer.streaming": {"RowParallel", "Source", "find_sources", "open_source", "stream", "stream_files"},
     "weightformer.tasks.classification": {"Config", "evaluate", "predict", "train"},
     "weightformer.tasks.detection": {"Config", "evaluate", "predict", "train"},
     "weightformer.tasks.segmentation": {"Config", "evaluate", "predict", "train"},

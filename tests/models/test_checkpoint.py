@@ -734,3 +734,25 @@ def test_mutated_files_load_or_say_why(part: int, tmp_path: Path) -> None:
         path.unlink()
     assert min(outcomes.values()) >= 10, outcomes  # both kinds of outcome are exercised
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"linear_predictor": "gap"},
+        {"conv_predictor": "conv"},
+        {"pool": 1},
+        {"static_weight": False},
+        {"normalize": False},
+    ],
+    ids=str,
+)
+def test_other_strategies_have_no_released_layout_but_ours(strategy: dict[str, object], tmp_path: Path) -> None:
+    model = WeightFormer(embed_dim=8, depth=3, num_classes=3, **strategy)
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=r"blocks\.1\..* is not in the released layout; save with released=False"):
+        save_weights(model, path, released=True)
+    assert not path.exists()
+    save_weights(model, path)
+    other = load_weights(WeightFormer(embed_dim=8, depth=3, num_classes=3, **strategy), path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -106,6 +107,33 @@ def test_masks_are_the_same_on_every_process(found) -> None:
 def test_too_many_processes_for_the_rows(found) -> None:
     assert "4 token rows are too few for 2 processes: each must hold at least 3" in found[2][0]["too few"]
     assert "4 token rows cannot be split over 4 processes: use 2 at most" in found[4][0]["too few"]
+
+
+def test_the_documented_training_script_is_the_same_on_two_processes(tmp_path: Path) -> None:
+    """It prints the loss after four steps of an optimiser, and what the first dynamic block sent."""
+    document = Path(__file__).parents[2] / "docs" / "large-images.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    script = tmp_path / "train_rows.py"
+    script.write_text(next(block for block in blocks if "RowParallel" in block))
+    alone, shared = (
+        subprocess.run(
+            [sys.executable, *launcher, str(script)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
+    )
+    assert (alone.returncode, shared.returncode) == (0, 0), alone.stderr + shared.stderr
+    found = [
+        re.match(r"loss ([\d.]+), block 1 sent {'halo': (\d+), 'statistics': (\d+)}", x.stdout) for x in (alone, shared)
+    ]
+    assert found[0]
+    assert found[1]
+    assert float(found[0][1]) == pytest.approx(float(found[1][1]), abs=2e-5)
+    assert float(found[0][1]) < 0.69  # it learned something
+    assert (found[0][2], found[1][2]) == ("0", str(40 * 64 * 4))  # a row of 40 tokens to the other process
 
 
 @pytest.mark.parametrize(("height", "parts", "bounds"), [(7, 2, [0, 2, 7]), (8, 4, [0, 2, 4, 6, 8]), (9, 1, [0, 9])])

@@ -46,6 +46,19 @@ def test_both_kinds_of_pictures_appear_whole(tmp_path: Path) -> None:
 
 
 @needs_fashion
+def test_a_killed_run_leaves_no_half_image(tmp_path: Path, monkeypatch) -> None:
+    def stop(row: int, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    write_mosaic(tmp_path / "a.tif", 300, 300)
+    before = (tmp_path / "a.tif").read_bytes()
+    monkeypatch.setattr("weightformer.streaming.mosaic.mosaic_tile", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_mosaic(tmp_path / "a.tif", 500, 500)
+    assert (tmp_path / "a.tif").read_bytes() == before
+
+
+@needs_fashion
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no Fashion-MNIST at"):
         write_mosaic(tmp_path / "a.tif", 10, 10, fashion_mnist=tmp_path)

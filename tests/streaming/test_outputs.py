@@ -21,6 +21,7 @@ def test_npy(tmp_path: Path, model) -> None:
     assert (mapped[None] == expected.numpy()).all()
     stream(model, image[:, :30], output=model.head, out=path, progress=False)  # a smaller result replaces it whole
     assert np.load(path).shape == (8, 18, 7)
+    assert path.stat().st_size == 128 + 8 * 18 * 7 * 4
 
 
 def test_zarr(tmp_path: Path, model) -> None:

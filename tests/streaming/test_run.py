@@ -84,6 +84,29 @@ def test_registered_models_in_both_precisions(name: str, dynamic_every: int) -> 
             assert relative(stream(model, image, **kwargs), logits) < tolerance
 
 
+@pytest.mark.parametrize(("name", "longest"), [("weightformer_micro", 300), ("weightformer_tiny", 600)])
+def test_a_spread_of_sizes(name: str, longest: int) -> None:
+    """The complete list, up to 3000 x 2000 px in both precisions, is benchmarks/streaming_equality.py."""
+    rng = random.Random(name)
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10).eval()
+    for _ in range(6):
+        height, width = (round(16 * (longest / 16) ** rng.random()) for _ in range(2))
+        image = torch.randn(1, 3, height, width)
+        features, logits = untiled(model, image)
+        kwargs = {"strip_rows": rng.randint(1, 64), "progress": False}
+        assert relative(stream(model, image, output="features", **kwargs), features) < 1e-4, (height, width)
+        assert relative(stream(model, image, **kwargs), logits) < 1e-4, (height, width)
+
+
+def test_a_large_image() -> None:
+    model = timm.create_model("weightformer_micro").eval()
+    image = torch.randn(1, 3, 3000, 2000)
+    with torch.inference_mode():
+        expected = model(image)
+    assert relative(stream(model, image, progress=False), expected) < 1e-4
+
+
 def test_every_part_of_the_image_is_global(model) -> None:
     """A changed corner moves the opposite corner's features by the same amount as untiled: the sums do carry."""
     image = torch.randn(1, 3, 80, 120)

@@ -107,7 +107,7 @@ def _linear_cost(_: Measurements) -> Finding:
     for name in ("weightformer_tiny", "deit_tiny_patch16_224"):
         counts = []
         for side in (224, 1248):
-            kwargs = {"img_size": side} if name.startswith("deit") else {}
+            kwargs: dict[str, Any] = {"img_size": side} if name.startswith("deit") else {}
             with torch.device("meta"):
                 model = timm.create_model(name, **kwargs)
             counts.append(multiply_adds(model, 3, side, side))

@@ -31,11 +31,11 @@ the seeds.
 _PROBE = f"""### The probe of global modelling
 
 Three real Fashion-MNIST items lie on a black strip of {probe.SIZE[0]} × {probe.SIZE[1]} px, far from each other. A
-dress or a sneaker in the middle (the cue) says whether to name the item at the left end or at the right end. Guessing is
-right in {probe.CHANCE:.0%} of the canvases; naming one of the items without heeding the cue in {probe.LOCAL:.0%}; and no
-model that adds up local evidence can exceed {probe.LOCAL_BOUND:.0%}. The static twin is such a model: its convolutions
-never see two of the three items, and its last layer averages what each place says. The picture's *ceiling* is logistic
-regression that is told where to look.
+dress or a sneaker in the middle (the cue) says whether to name the item at the left end or at the right end. Guessing
+is right in {probe.CHANCE:.0%} of the canvases; naming one of the items without heeding the cue in {probe.LOCAL:.0%};
+and no model that adds up local evidence can exceed {probe.LOCAL_BOUND:.0%}. The static twin is such a model: its
+convolutions never see two of the three items, and its last layer averages what each place says. The picture's
+*ceiling* is logistic regression that is told where to look.
 """
 
 _TASKS = {"fashion_mnist": "### Fashion-MNIST, 28 × 28 px\n", "probe": _PROBE}

@@ -24,7 +24,7 @@ from typing import Any
 import timm
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import weightformer  # noqa: F401 - registers the models
 from weightformer.bench.memory import address_space_limit
@@ -124,7 +124,8 @@ def measure_large(config: LargeConfig) -> list[dict[str, str]]:
             if expected > config.limit and not streamed:
                 row["status"] = f"skipped: about {expected:.0f} s"
             else:
-                _write_image(image, int(height), int(width))
+                if not image.exists():
+                    write_mosaic(image, int(height), int(width))
                 notes = image.with_name(f"{image.stem}-{form}-{row['ops']}-{config.strip_rows}")
                 case = _Case(form, str(image), config.strip_rows, config.native, config.threads, str(notes))
                 row |= _run(case, output / "large_images.log")
@@ -190,13 +191,6 @@ def _difference(row: dict[str, str], rows: list[dict[str, str]]) -> str:
 
 def _pixels(height: str, width: str) -> int:
     return int(height) * int(width)
-
-
-def _write_image(path: Path, height: int, width: int) -> None:
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        write_mosaic(partial, height, width)
-        partial.rename(path)
 
 
 def _run(case: _Case, log: Path) -> dict[str, str]:
@@ -356,7 +350,15 @@ def _cpu_name() -> str:
 
 def show(rows: list[dict[str, str]]) -> None:
     """Print a table."""
-    table = Table("image, px", "form", "CPU s", "peak MB", "mapped", "on disk", "difference")
+    table = Table(
+        "image, px",
+        Column("form", no_wrap=True),
+        Column("CPU s", no_wrap=True),
+        "peak MB",
+        "mapped",
+        "on disk",
+        "difference",
+    )
     for row in rows:
         figures = (row["cpu_s"], row["peak_mb"], row["mapped_mb"], row["disk_mb"], row["difference"])
         cells = figures if row["status"] == "ok" else (row["status"], "", "", "", "")
@@ -367,6 +369,8 @@ def show(rows: list[dict[str, str]]) -> None:
 
 def plot(table: Path, picture: Path) -> None:
     """Draw the table: memory and time of square images against megapixels, and memory against height at one width.
+
+    The C++ forms are left to the table.
 
     Raises:
         ValueError: the table holds nothing that was measured.
@@ -379,6 +383,7 @@ def plot(table: Path, picture: Path) -> None:
 
     plt.rcParams.update({"svg.hashsalt": "weightformer", "font.size": 11})
     rows = [row for row in read_table(table) if row["status"] == "ok" and row["rows"] in ("", "16")]
+    rows = [row for row in rows if row["ops"] != "native"]
     if not rows:
         raise ValueError(f"{table} has no row to draw: measure something first")
     square = [row for row in rows if row["height"] == row["width"]]
@@ -390,44 +395,41 @@ def plot(table: Path, picture: Path) -> None:
     ]
     if len({row["height"] for row in tall}) > 1:
         panels.append((tall, "peak_mb", f"Peak memory at a width of {tall[0]['width']} px, MB"))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.4), layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.8), layout="constrained")
     for axis, (shown, key, title) in zip(axes, panels, strict=True):
         against_height = shown is tall
-        for place, form in enumerate(FORMS):
-            for ops, style in (("eager", "-"), ("", "-"), ("native", "--")):
-                points = sorted(
-                    (
-                        int(row["height"]) if against_height else _pixels(row["height"], row["width"]) / 1e6,
-                        float(row[key]),
-                    )
-                    for row in shown
-                    if (row["form"], row["ops"]) == (form, ops)
-                )
-                if points:
-                    label = FORMS[form] + (", C++" if ops == "native" else "")
-                    axis.plot(*zip(*points, strict=True), f"C{place}{style}", marker="osD^v"[place], label=label)
+        for place, (form, label) in enumerate(FORMS.items()):
+            points = sorted(
+                (int(row["height"]) if against_height else _pixels(row["height"], row["width"]) / 1e6, float(row[key]))
+                for row in shown
+                if row["form"] == form and float(row[key]) > 0  # below what can be told is no point on a log scale
+            )
+            if points:
+                axis.plot(*zip(*points, strict=True), f"C{place}-", marker="osD^v"[place], label=label)
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("height, pixels" if against_height else "image, megapixels")
         axis.set_xscale("log")
-        axis.set_yscale("log")
-        for side in (axis.xaxis, axis.yaxis):
+        axis.set_yscale("linear" if against_height else "log")
+        for side in (axis.xaxis,) if against_height else (axis.xaxis, axis.yaxis):
             side.set_major_locator(LogLocator(subs=(1, 2, 5)))
             side.set_major_formatter("{x:g}")
             side.set_minor_locator(NullLocator())
+        if against_height:
+            axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(FORMS), frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, metadata={"Date": None})
     plt.close(figure)
 
 
 def _of_one_width(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The streamed images of the width of which there are the most heights."""
-    rows = [row for row in rows if row["form"] == "streamed-disk"]
-    heights = {row["width"]: {r["height"] for r in rows if r["width"] == row["width"]} for row in rows}
-    widest = max(heights, key=lambda width: len(heights[width]), default="")
-    return [row for row in rows if row["width"] == widest]
+    """Streamed and untiled, the images of the width of which there are the most heights."""
+    streamed = [row for row in rows if row["form"] == "streamed-disk"]
+    heights = {row["width"]: {r["height"] for r in streamed if r["width"] == row["width"]} for row in streamed}
+    width = max(heights, key=lambda width: len(heights[width]), default="")
+    return [row for row in rows if row["width"] == width and row["form"] in ("streamed-disk", "untiled")]
 
 
 if __name__ == "__main__":

@@ -184,11 +184,14 @@ def _plot(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
         return left + u * (width - left - right), height - bottom - v * (height - top - bottom)
 
     parts = [f'<text x="{left}" y="20" font-weight="600">{html.escape(title)}</text>']
+    labelled = -math.inf
     for x in sorted(set(xs)):
         px, _ = place(x, ys[0])
         parts.append(f'<line x1="{px:.1f}" x2="{px:.1f}" y1="{top}" y2="{height - bottom}" stroke="#eee"/>')
         side, y_text = math.isqrt(int(x)), height - bottom + 16
-        parts.append(f'<text x="{px:.1f}" y="{y_text}" text-anchor="middle" font-size="11">{side}</text>')
+        if px - labelled > 28:  # where two sides are too close, the line of the second goes without its number
+            parts.append(f'<text x="{px:.1f}" y="{y_text}" text-anchor="middle" font-size="11">{side}</text>')
+            labelled = px
     for y in _ticks(y_range):
         _, py = place(xs[0], y)
         parts.append(f'<line x1="{left}" x2="{width - right}" y1="{py:.1f}" y2="{py:.1f}" stroke="#eee"/>')

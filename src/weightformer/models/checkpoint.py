@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from weightformer.layers import DynamicDepthwiseConv2d, DynamicLinear
+
 __all__ = ["from_released", "load_weights", "read_state_dict", "save_weights", "to_released", "unwrap"]
 
 StateDict = dict[str, Tensor]
@@ -143,13 +145,30 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], released: bool 
     """Write a model's weights as safetensors, in our layout or, with ``released``, in the released one.
 
     A file that exists is replaced at once when the new one is complete, so it is never left half written.
+
+    Raises:
+        ValueError: ``released``, but the model predicts its weights in another way than the released one.
     """
+    if released:
+        _check_released(model)
     state_dict = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     save_file(to_released(state_dict) if released else state_dict, partial)
     os.replace(partial, path)
+
+
+def _check_released(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, DynamicLinear):
+            same = (module.predictor, module.pool) == ("bilateral", "2")
+        elif isinstance(module, DynamicDepthwiseConv2d):
+            same = module.predictor == "adaptive"
+        else:
+            continue
+        if not same or module.weight is None or not module.normalize:
+            raise ValueError(f"{name} ({module.extra_repr()}) is not in the released layout; save with released=False")
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:

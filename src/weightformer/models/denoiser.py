@@ -196,7 +196,9 @@ class ConditionalDenoiser(ModelMixin, ConfigMixin):
         self.grid = (-(-height // patch_size), -(-width // patch_size))
 
         self.input_embed = PatchEmbed(patch_size, in_channels, hidden_size)
-        self.register_buffer("pos_embed", sincos_positions(*self.grid, hidden_size).flatten(1, 2))
+        # In the dtype the model is built in, by which diffusers tells what it is loading weights into.
+        positions = sincos_positions(*self.grid, hidden_size).flatten(1, 2).to(torch.get_default_dtype())
+        self.register_buffer("pos_embed", positions)
         self.time_features = Timesteps(_TIME_FEATURES, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.time_embed = TimestepEmbedding(_TIME_FEATURES, hidden_size)
         self.label_embed = nn.Embedding(num_classes + (class_dropout_prob > 0), hidden_size)

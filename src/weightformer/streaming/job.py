@@ -6,17 +6,19 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
-from weightformer.models import WeightFormer
 from weightformer.streaming.errors import PeerError
 from weightformer.streaming.progress import job_bar
 from weightformer.streaming.rows import least, together
@@ -24,7 +26,7 @@ from weightformer.streaming.run import check_arguments, digest, stream
 from weightformer.streaming.sources import open_source
 from weightformer.streaming.workspace import read_tensors, write_whole
 
-__all__ = ["Streamed", "stream_files"]
+__all__ = ["Streamed", "check_save", "show_saved", "stream_files"]
 
 # What one image may fail of, a lack of memory (a RuntimeError of torch's) and another process among them.
 _FAILURES = (OSError, ValueError, ImportError, MemoryError, RuntimeError)
@@ -45,7 +47,7 @@ class Streamed:
 
 
 def stream_files(
-    model: WeightFormer,
+    model: nn.Module,
     images: Mapping[str, Path],
     *,
     output: str = "logits",
@@ -61,7 +63,7 @@ def stream_files(
     Args:
         model: see `stream`.
         images: paths by name, as `weightformer.streaming.sources.find_sources` gives them.
-        output: ``"logits"``, ``"pooled"`` or ``"features"``.
+        output: ``"logits"``, ``"pooled"`` or ``"features"``; of an UperNet ``"segmentation"`` or ``"logits"``.
         out: where dense outputs go, a ``.npy`` or ``.zarr`` path; ``{name}`` in it stands for the image's name.
         strip_rows: see `stream`.
         memory: see `stream`.
@@ -103,6 +105,26 @@ def stream_files(
         record.unlink()
 
 
+def check_save(result: str, kinds: Sequence[str], save: str | None) -> None:
+    """Raise ValueError if a result is not written to a path of this kind; ``""`` among the kinds allows none."""
+    if Path(save or "").suffix not in kinds:
+        raise ValueError(
+            f"{result} are written to a {' or '.join(filter(None, kinds))} path: "
+            + (f"{save} is none" if save else "give one with --save")
+        )
+
+
+def show_saved(rows: Iterable[tuple[str, str, str]]) -> int:
+    """Print which image was written where, or why not, once all are; returns how many failed."""
+    table = Table(Column("image", overflow="fold"), Column("written to", overflow="fold"))
+    failed = 0
+    for path, saved, error in rows:
+        failed += bool(error)
+        table.add_row(path, f"[red]failed[/red]: {escape(error)}" if error else saved)
+    Console().print(table)
+    return failed
+
+
 def _kept(
     run: functools.partial[Tensor | Path], path: Path, out: Path | None, record: Path, listener: Callable[[float], None]
 ) -> Tensor | Path:
@@ -122,7 +144,7 @@ def _kept(
 
 
 def _record(
-    model: WeightFormer,
+    model: nn.Module,
     path: Path,
     out: Path | None,
     workspace: Path,
@@ -133,7 +155,7 @@ def _record(
 
     One that not every process has is removed: they go on together, or begin together.
     """
-    device = model.patch_embed.proj.weight.device
+    device = next(model.parameters()).device
     with together(group, device):
         with contextlib.closing(open_source(path)) as image:
             parts = [image.identity(), digest(model), str(out), *setting]

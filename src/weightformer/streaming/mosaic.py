@@ -76,8 +76,10 @@ def write_mosaic(
             for col in range(-(-width // TILE)):
                 yield mosaic_tile(row, col, photographs, items, seed)
 
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial")  # a run that is killed leaves no half image
     tifffile.imwrite(
-        path,
+        partial,
         tiles(),
         shape=(height, width, 3),
         dtype=np.uint8,
@@ -88,7 +90,7 @@ def write_mosaic(
         bigtiff=True,
         metadata=None,
     )
-    return Path(path)
+    return partial.replace(path)
 
 
 def mosaic_tile(row: int, col: int, photographs: list[Pixels], items: Pixels, seed: int) -> Pixels:

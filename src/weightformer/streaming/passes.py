@@ -261,6 +261,7 @@ def apply_block(weights: Weights, strips: Strips, top: bool, bottom: bool) -> St
 
     def step(window: Tensor) -> Tensor:
         x, y = _mix(weights, window)
+        del window  # a strip less in memory
         fc1, fc2 = (weights.fc1, weights.fc1_bias), (weights.fc2.weight, weights.fc2.bias)
         return ops.mlp(x, y, *fc1, *fc2, overwrite_y=True)[0]
 
@@ -290,8 +291,10 @@ def _by_window(step: Callable[[Tensor], Tensor], strips: Strips, top: bool, bott
     for strip in strips:
         above = held if held is not None else torch.zeros_like(strip[:1]) if top else strip[:0]
         held = torch.cat([above[-1:], strip[-2:]])[-2:]
-        if len(above) + len(strip) > 2:
-            yield step(torch.cat([above, strip]))
+        window = [torch.cat([above, strip])]
+        del strip  # not held while later stages work
+        if len(window[0]) > 2:
+            yield step(window.pop())
     if bottom and held is not None:
         yield step(torch.cat([held, torch.zeros_like(held[:1])]))
 

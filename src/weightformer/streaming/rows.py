@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from weightformer.streaming.errors import PeerError
 
-__all__ = ["Rows", "least", "split_rows", "together"]
+__all__ = ["Rows", "launched", "least", "split_rows", "together"]
 
 
 def least(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
@@ -127,3 +129,24 @@ class Rows:
                 f"{self.height} token rows are too few for {dist.get_world_size(self.group)} processes: "
                 f"each must hold at least {halo}"
             )
+
+
+@contextmanager
+def launched() -> Iterator[tuple[dist.ProcessGroup | None, int]]:
+    """The processes that ``torchrun`` started, and which of them this is; none if it started only one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None, 0
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    sent, log = logging.StreamHandler(), logging.getLogger("weightformer.streaming")
+    if dist.get_rank() == 0:  # say what crosses between the processes
+        log.addHandler(sent)
+        log.setLevel(logging.INFO)
+    try:
+        yield dist.group.WORLD, dist.get_rank()
+    finally:
+        log.removeHandler(sent)
+        dist.destroy_process_group()

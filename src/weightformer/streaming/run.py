@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,16 @@ from weightformer.streaming.passes import (
 from weightformer.streaming.progress import Meter, block_work, embed_work, measure_work, progress_bar
 from weightformer.streaming.rows import Rows, least, together
 from weightformer.streaming.sources import Source, open_source
-from weightformer.streaming.workspace import Tokens, as_bytes, num_bytes, open_workspace
+from weightformer.streaming.workspace import RowStore, Tokens, as_bytes, num_bytes, open_workspace
 
-__all__ = ["check_arguments", "digest", "stream"]
+__all__ = ["Passes", "check_arguments", "choose_folder", "digest", "opened", "stream"]
 
 _logger = logging.getLogger("weightformer.streaming")
 
 
 @torch.no_grad()
 def stream(
-    model: WeightFormer,
+    model: nn.Module,
     source: Any,
     *,
     output: str | Callable[[Tensor], Tensor] = "logits",
@@ -60,13 +60,14 @@ def stream(
     strips. Exact: the same sums over the same tokens, only their order differs.
 
     Args:
-        model: on any device; runs as in eval mode.
+        model: a WeightFormer, or an UperNet on one, on any device; runs as in eval mode.
         source: one image, as `open_source` takes it. Integer pixels are scaled by their type's maximum and normalised
             by the mean and deviation of ``model.pretrained_cfg``; floating-point ones are the model's own input.
             One band serves a model of several; of four bands a model of three or one drops the last (alpha), and a
             model of one takes the luma of the others.
         output: ``"logits"`` as the forward returns them, ``"pooled"`` (mean token), ``"features"`` (every final token),
-            or a function from final tokens (1, n, W, C) to (1, n, W, K), such as a per-token segmentation head.
+            or a function from final tokens (1, n, W, C) to (1, n, W, K), such as a per-token segmentation head. Of an
+            UperNet ``"segmentation"``, the class of every pixel, or ``"logits"``, those of every pixel.
         out: a ``.npy`` or ``.zarr`` path that a dense output is written to as it comes, as (H, W, K).
         strip_rows: token rows computed together. Fewer take less memory; below 8, also more time.
         memory: for the tokens, in bytes or as in ``"2GiB"``; half of the device's memory by default. Tokens that
@@ -80,7 +81,8 @@ def stream(
             that all of them can reach.
 
     Returns:
-        (1, num_classes) or (1, C) for a pooled output, (1, H, W, K) for a dense one; the path if ``out`` is given.
+        (1, num_classes) or (1, C) for a pooled output, (1, H, W, K) for a dense one, of an UperNet (1, height, width)
+        labels or (1, height, width, K) logits; the path if ``out`` is given.
 
     Raises:
         FileNotFoundError: there is no image at the path.
@@ -91,10 +93,14 @@ def stream(
         PeerError: another process of the group failed.
     """
     check_arguments(model, output, out, strip_rows, memory, group)
+    if not isinstance(model, WeightFormer):
+        from weightformer.streaming.segmentation import stream_segmentation  # which needs this module
+
+        return stream_segmentation(model, source, output, out, strip_rows, memory, workspace, progress)
     weight = model.patch_embed.proj.weight
     with ExitStack() as stack:
         with together(group, weight.device):
-            image = stack.enter_context(_opened(source))
+            image = stack.enter_context(opened(source))
             check_image(model, image)
             patch = model.patch_embed.patch_size
             height, width = -(-image.height // patch), -(-image.width // patch)
@@ -105,7 +111,7 @@ def stream(
 
             listener = stack.enter_context(progress_bar(image.name, progress))
             shape = (len(rows) if len(parts) > 1 else 0, width, model.embed_dim)
-            folder, temporary = _choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device, group)
+            folder, temporary = choose_folder(num_bytes(shape, weight.dtype), memory, workspace, weight.device, group)
             run = {}
             if workspace is not None:
                 run = {"model": digest(model), "image": image.identity(), "strip_rows": str(strip_rows)}
@@ -113,11 +119,24 @@ def stream(
             tokens = stack.enter_context(
                 open_workspace(folder, shape, weight.dtype, weight.device, run, temporary=temporary)
             )
-        return _Run(model, image, parts, rows, width, strip_rows, tokens, listener).passes(sink)
+        return Passes(model, image, parts, rows, width, strip_rows, tokens, listener).run(sink)
 
 
-class _Run:
-    """The passes over one image."""
+class Passes:
+    """The passes over one image.
+
+    Args:
+        model: the backbone.
+        image: what it sees.
+        parts: its blocks.
+        rows: which rows of the grid are this process's.
+        width: tokens a row.
+        strip_rows: rows of a strip.
+        tokens: where they live between two passes.
+        listener: told the finished share of all work.
+        taps: stores for what chosen blocks leave, on one process.
+        work_after: what is still to be done after the passes, in the unit of `Meter`.
+    """
 
     def __init__(
         self,
@@ -129,12 +148,17 @@ class _Run:
         strip_rows: int,
         tokens: Tokens,
         listener: Callable[[float], None],
+        *,
+        taps: Mapping[nn.Module, RowStore] | None = None,
+        work_after: int = 0,
     ) -> None:
         self.model, self.image, self.parts, self.tokens = model, image, parts, tokens
         self.rows, self.width, self.strip_rows = rows, width, strip_rows
-        self.meter = Meter(sum(self._work(number) for number in range(2 * len(parts) - 1)), listener)
+        self.taps = {} if taps is None else taps
+        work = sum(self._work(number) for number in range(2 * len(parts) - 1))
+        self.meter = Meter(work + work_after, listener)
 
-    def passes(self, sink: Output) -> Any:
+    def run(self, sink: Output) -> Any:
         """What the sink makes of all passes.
 
         Pass 0 makes tokens from pixels; then each dynamic block takes an odd pass to measure, an even one to apply.
@@ -182,9 +206,9 @@ class _Run:
         if part.dynamic is not None:
             sums = statistics["kernel"], statistics["weight"]
             weights = dynamic_weights(part.dynamic, *sums, self.rows.height, self.width)
-            strips = apply_block(weights, strips, top, bottom)
+            strips = self._tapped(part.dynamic, apply_block(weights, strips, top, bottom))
         for block in part.static:
-            strips = apply_block(static_weights(block), strips, top, bottom)
+            strips = self._tapped(block, apply_block(static_weights(block), strips, top, bottom))
         first = 0 if top else self.rows.start
         if last:
             with together(self.rows.group, self.device):
@@ -199,6 +223,17 @@ class _Run:
             for row, strip in self._own(first, kernel_tokens(conv, strips, top, bottom)):
                 total += kernel_sums(conv, strip[None], row, self.rows.height, total.dtype)
         return {"kernel": self.rows.sum(total)}
+
+    def _tapped(self, block: nn.Module, strips: Strips) -> Strips:
+        """The same strips, from the grid's first row on; stored as they pass if this block's are wanted."""
+        return self._stored_in(self.taps[block], strips) if block in self.taps else strips
+
+    def _stored_in(self, store: RowStore, strips: Strips) -> Strips:
+        row = 0
+        for strip in strips:
+            store.write(row, strip)
+            row += len(strip)
+            yield strip
 
     def _kept(self, row: int, strips: Iterable[Tensor]) -> Strips:
         """The same strips, which begin at ``row``; the rows of this process are stored as they pass."""
@@ -281,7 +316,7 @@ class _Run:
 
 
 def check_arguments(
-    model: WeightFormer,
+    model: nn.Module,
     output: object,
     out: str | os.PathLike[str] | None,
     strip_rows: int,
@@ -289,13 +324,22 @@ def check_arguments(
     group: object,
 ) -> None:
     """Raise ValueError for what no image can be streamed with."""
-    if not isinstance(model, WeightFormer):
-        raise ValueError(f"stream needs a WeightFormer, got {type(model).__name__}; unwrap it first")
-    segments(model.blocks)
+    backbone = model if isinstance(model, WeightFormer) else getattr(model, "backbone", None)
+    if not isinstance(backbone, WeightFormer):
+        raise ValueError(
+            f"stream needs a WeightFormer, or an UperNet on one, got {type(model).__name__}; unwrap it first"
+        )
+    segments(backbone.blocks)
     if memory is not None:
         as_bytes(memory)
     if strip_rows < 1:
         raise ValueError(f"strip_rows must be at least 1, got {strip_rows}")
+    if not isinstance(model, WeightFormer):
+        if output not in ("segmentation", "logits"):
+            raise ValueError(f"of an UperNet, output must be 'segmentation' or 'logits', got {output!r}")
+        if group is not None:
+            raise ValueError("an UperNet is streamed by one process; leave out the group")
+        return
     if not callable(output) and output not in ("logits", "pooled", "features"):
         raise ValueError(f"output must be 'logits', 'pooled', 'features' or a function of tokens, got {output!r}")
     dense = callable(output) or output == "features" or model.global_pool == ""
@@ -321,7 +365,7 @@ def _sink(
     return MeanOutput(rows.height * width, head, total, rows.sum, weight.dtype)
 
 
-def _choose_folder(
+def choose_folder(
     size: int,
     memory: int | str | None,
     workspace: str | os.PathLike[str] | None,
@@ -345,17 +389,17 @@ def _half_of_memory(device: torch.device) -> float:
     return float(2 * 2**30)
 
 
-def digest(model: WeightFormer) -> str:
+def digest(model: nn.Module) -> str:
     """Text that differs whenever the model's structure or a weight does."""
     hashed = hashlib.blake2b(str(model).encode())
     for name, value in model.state_dict().items():
         hashed.update(name.encode())
-        hashed.update(value.cpu().contiguous().view(torch.uint8).numpy())
+        hashed.update(value.cpu().reshape(-1).view(torch.uint8).numpy())
     return hashed.hexdigest()
 
 
 @contextmanager
-def _opened(source: Any) -> Iterator[Source]:
+def opened(source: Any) -> Iterator[Source]:
     """The source, closed afterwards if it was opened here."""
     image = open_source(source)
     try:

@@ -27,6 +27,7 @@ __all__ = [
     "FileRows",
     "FileTokens",
     "MemoryTokens",
+    "RowStore",
     "Tokens",
     "as_bytes",
     "num_bytes",
@@ -35,6 +36,16 @@ __all__ = [
     "readable",
     "write_whole",
 ]
+
+
+class RowStore(Protocol):
+    """Rows that can be written and read back."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop``."""
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Store rows from ``start`` on."""
 
 
 class Tokens(Protocol):
@@ -51,6 +62,9 @@ class Tokens(Protocol):
 
     def write(self, start: int, rows: Tensor) -> None:
         """Store rows of the running pass."""
+
+    def keep(self, name: str) -> RowStore:
+        """A further store of rows of the same shape, written once; what finished passes wrote there stays, too."""
 
     def finish_pass(self, number: int, statistics: Mapping[str, Tensor], *, wrote_tokens: bool) -> None:
         """Make what the pass wrote the rows to read, and remember the sums it accumulated."""
@@ -69,6 +83,10 @@ class MemoryTokens:
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._rows = torch.empty(shape, dtype=dtype, device=device)
+
+    def keep(self, name: str) -> RowStore:
+        """See `Tokens`."""
+        return MemoryTokens(tuple(self._rows.shape), self._rows.dtype, self._rows.device)  # type: ignore[arg-type]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows of the last finished pass (stop - start, W, C)."""
@@ -201,6 +219,13 @@ class FileTokens:
         self._resumable = bool(self._passes)
         self._current = 1
         self._files = [FileRows(folder / f"tokens-{i}.bin", shape, dtype) for i in range(2)]
+        self._kept: list[FileRows] = []
+
+    def keep(self, name: str) -> RowStore:
+        """See `Tokens`."""
+        tokens = self._files[0]
+        self._kept.append(FileRows(self._folder / f"{name}.bin", tokens.shape, tokens.dtype))
+        return self._kept[-1]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows of the last finished pass (stop - start, W, C)."""
@@ -214,7 +239,8 @@ class FileTokens:
         """See `Tokens`."""
         if wrote_tokens:
             self._current = 1 - self._current
-            self._files[self._current].sync()
+            for file in (self._files[self._current], *self._kept):
+                file.sync()
         state = save(
             {name: value.cpu() for name, value in statistics.items()},
             metadata={"pass": str(number), "current": str(self._current), "run": json.dumps(self._run)},
@@ -239,11 +265,11 @@ class FileTokens:
 
     def close(self, *, finished: bool) -> None:
         """See `Tokens`."""
-        for file in self._files:
+        for file in (*self._files, *self._kept):
             file.close()
         finished |= not self._resumable  # a run that failed in its first pass leaves nothing to go on from
         if finished:
-            for path in (*(file.path for file in self._files), *self._states):
+            for path in (*(file.path for file in (*self._files, *self._kept)), *self._states):
                 path.unlink(missing_ok=True)
         self._lock.close()
         if finished:

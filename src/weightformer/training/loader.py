@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["EpochSampler", "Key", "ResumableLoader", "derive_seed", "item_rng"]
+__all__ = ["EpochSampler", "Key", "ResumableLoader", "as_collated", "build_loader", "derive_seed", "item_rng"]
 
 Key = tuple[int, int]  # (epoch, index): what a dataset is asked for
 
@@ -170,3 +170,38 @@ class ResumableLoader(DataLoader[Any]):
             "num_items": self.sampler.num_items,
             "total_batch_size": (self.batch_size or 1) * self.sampler.world_size,
         }
+
+
+def build_loader(
+    dataset: Any, batch_size: int, *, train: bool, seed: int, rank: int, world_size: int, num_workers: int
+) -> ResumableLoader:
+    """Batches of a data set that collates them itself (``__getitems__``).
+
+    For training shuffled, and as many on every rank; the last, smaller batch of an epoch is left out, unless it is the
+    only one. Else every item once, in order; a batch may be smaller than others, or empty.
+
+    Args:
+        dataset: see `ResumableLoader`; it has a length.
+        batch_size: items in a batch of this process.
+        train: which of the two.
+        seed: of the order.
+        rank: of this process.
+        world_size: number of processes.
+        num_workers: processes that prepare batches ahead; 0 prepares them in this one.
+    """
+    sampler = EpochSampler(len(dataset), seed=seed, shuffle=train, rank=rank, world_size=world_size, drop_uneven=train)
+    return ResumableLoader(
+        dataset,
+        sampler,
+        batch_size,
+        drop_last=train and len(sampler) >= batch_size,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        collate_fn=as_collated,
+    )
+
+
+def as_collated(batch: Any) -> Any:
+    """A batch as its data set collated it."""
+    return batch

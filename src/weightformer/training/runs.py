@@ -1,21 +1,93 @@
-"""What the runs of every task do alike: read a checkpoint's configuration, find its normalisation, report losses."""
+"""What the runs of every task do alike: fit, read a checkpoint's configuration, find its normalisation."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lightning as L
 import timm
+import torch
 
-from weightformer.models.checkpoint import read_state_dict
+from weightformer.models.checkpoint import load_weights, read_state_dict
 from weightformer.training.config import ModelConfig
+from weightformer.training.engine import last_checkpoint
+from weightformer.training.loader import ResumableLoader
+from weightformer.training.module import TaskModule
 
-__all__ = ["normalization", "read_checkpoint", "read_stored", "report_skipped", "without_start_weights"]
+__all__ = [
+    "data_arguments",
+    "fit",
+    "inference_device",
+    "normalization",
+    "read_checkpoint",
+    "read_stored",
+    "report_skipped",
+    "schedule_counts",
+    "without_start_weights",
+]
 
 Config = TypeVar("Config")
+
+
+def schedule_counts(config: Any, trainer: L.Trainer, train_loader: ResumableLoader) -> dict[str, int]:
+    """The length of a run, as `TaskModule` takes it."""
+    steps_per_epoch = math.ceil(len(train_loader) / config.trainer.accumulate)
+    return {
+        "total_steps": steps_per_epoch * config.trainer.epochs,
+        "steps_per_epoch": steps_per_epoch,
+        "global_batch": config.data.batch_size * trainer.world_size * config.trainer.accumulate,
+    }
+
+
+def fit(
+    trainer: L.Trainer,
+    module: TaskModule,
+    train_loader: ResumableLoader,
+    val_loader: ResumableLoader | None,
+    folder: Path,
+) -> None:
+    """Train, or go on from the run's last checkpoint; ``module.result`` is then of the last weights.
+
+    Args:
+        trainer: of `build_trainer`.
+        module: what to train.
+        train_loader: its batches.
+        val_loader: those of evaluation; without any there is no result.
+        folder: of the run.
+    """
+    run = module.config.trainer
+    trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
+    if run.epochs % run.val_every or not hasattr(module, "result"):
+        # The last epoch is between two evaluations, or the run was complete already.
+        load_weights(module.model, str(last_checkpoint(folder)))
+        if val_loader:
+            trainer.validate(module, val_loader, verbose=False)
+
+
+def data_arguments(config: Any, trainer: L.Trainer) -> dict[str, Any]:
+    """What the data of a run on images are told of its model and of this process."""
+    mean, std = normalization(config.model)
+    return {
+        "in_chans": config.model.in_chans,
+        "mean": mean,
+        "std": std,
+        "seed": config.seed,
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+    }
+
+
+def inference_device(accelerator: str) -> torch.device:
+    """Where to run a trained model: this process's GPU if there is one, unless the configuration says ``cpu``."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:

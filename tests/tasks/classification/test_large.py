@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -89,9 +90,15 @@ def test_logits_and_pooled_features(checkpoint: str, sheets: Path, tmp_path: Pat
     assert records[1]["values"] == []
 
 
-def test_dense_features_to_npy_and_zarr(checkpoint: str, sheets: Path, tmp_path: Path, capsys) -> None:
-    command = ["predict", checkpoint, "--stream", "--result", "features", "--strip_rows", "3", "--memory", "0"]
+def test_dense_features_to_npy_and_zarr(checkpoint: str, sheets: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    folders, make = [], tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **kwargs: folders.append(make(**kwargs)) or folders[-1])
+    command = ["predict", checkpoint, "--stream", "--result", "features", "--strip_rows", "3"]
+    assert main([*command, "--memory", "1GiB", str(sheets), "--save", f"{tmp_path}/{{name}}.npy"]) == 1
+    assert not folders
+    command += ["--memory", "0"]
     assert main([*command, str(sheets), "--save", f"{tmp_path}/{{name}}.npy"]) == 1
+    assert len(folders) == 4  # tokens on disk, for the torn image too
     assert "failed" in capsys.readouterr().out
     expected = untiled(checkpoint, sheets / "deep" / "large.tif")[1]
     got = np.load(tmp_path / "deep" / "large.tif.npy")

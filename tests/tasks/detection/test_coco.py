@@ -52,6 +52,11 @@ def test_what_is_missing_is_filled_in(coco_file: CocoFile) -> None:
     assert not coco.dropped
 
 
+def test_ids_that_repeat_are_told_apart_in_evaluation(coco_file: CocoFile) -> None:
+    coco = read(coco_file([annotation(0), annotation(0, bbox=[1, 1, 2, 2]), annotation(0, image_id=2)]))
+    assert [a["id"] for a in coco.ground_truth()["annotations"]] == [1, 2, 3]
+
+
 def test_all_kinds_of_masks_are_equal(coco_file: CocoFile) -> None:
     mask = box_mask()
     kinds = [[OUTLINE], [OUTLINE[:], [4, 5, 8, 5, 8, 11, 4, 11]], encode_rle(mask.astype(bool)), encode_mask(mask)]

@@ -32,13 +32,26 @@ def tiny_run() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="session", params=["weightformer", "dit"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_run: dict[str, Any]) -> Path:
-    """The output folder of `tiny_run`, of our denoiser and of its twin."""
-    folder = tmp_path_factory.mktemp("runs") / request.param
-    content = tiny_run | {"output": str(folder)} | ({"model": TWIN} if request.param == "dit" else {})
-    train(parse_config(Config, content))
+@pytest.fixture(scope="session")
+def ours(tmp_path_factory: pytest.TempPathFactory, tiny_run: dict[str, Any]) -> Path:
+    """The output folder of `tiny_run`."""
+    folder = tmp_path_factory.mktemp("runs") / "weightformer"
+    train(parse_config(Config, tiny_run | {"output": str(folder)}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory, tiny_run: dict[str, Any]) -> Path:
+    """That of its twin."""
+    folder = tmp_path_factory.mktemp("runs") / "dit"
+    train(parse_config(Config, tiny_run | {"output": str(folder), "model": TWIN}))
+    return folder
+
+
+@pytest.fixture(params=["ours", "twin"])
+def trained(request: pytest.FixtureRequest) -> Path:
+    """Either."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +63,7 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vae = AutoencoderKL(
         in_channels=3, out_channels=3, latent_channels=2, block_out_channels=(4, 4, 4), norm_num_groups=2,
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, layers_per_block=1,
-        scaling_factor=0.7, shift_factor=0.1, sample_size=16,
+        scaling_factor=0.7, shift_factor=2.0, sample_size=16,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("vae")
     vae.save_pretrained(folder)

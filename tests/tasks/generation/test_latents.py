@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def test_moments_are_those_of_the_vae(encode: Any, vae_folder: Path, image_folde
     folder = LatentFolder(encode())
     assert folder.class_names == ["seven", "three"]
     assert folder.shape == [2, SIDE // 4, SIDE // 4]
-    assert folder.vae == {"name": str(vae_folder), "scaling_factor": 0.7, "shift_factor": 0.1}
+    assert folder.vae == {"name": str(vae_folder), "scaling_factor": 0.7, "shift_factor": 2.0}
     images = GenerationData(
         DataConfig(source="folder", root=str(image_folder), image_size=SIDE), seed=0, channels=3
     ).samples("train")
@@ -65,7 +66,7 @@ def test_latents_are_drawn_scaled_and_flipped(encode: Any) -> None:
         drawn, labels = LatentDataset(folder, "train", hflip=hflip, seed=0).__getitems__(keys)
         mean, std = np.load(folder.shard("train", 5))[5, int(hflip)].astype(np.float32)
         assert labels.unique().tolist() == [int(folder.labels("train")[5])]
-        error = drawn.mean(0) - (torch.from_numpy(mean) - 0.1) * 0.7
+        error = drawn.mean(0) - (torch.from_numpy(mean) - 2) * 0.7
         assert (error.abs() < 5 * 0.7 * torch.from_numpy(std) / 400**0.5).all()
         torch.testing.assert_close(drawn.std(0), torch.from_numpy(std) * 0.7, rtol=0.2, atol=0)
     again, _ = LatentDataset(folder, "train", hflip=1.0, seed=0).__getitems__(keys[::-1])
@@ -153,7 +154,13 @@ def test_the_command(
     monkeypatch.undo()
     argv = ["data", "latents", str(tmp_path / "digits"), "--source", "digits", "--vae", str(vae_folder)]
     assert main([*argv, "--image_size", "8", "--batch_size", "512", "--device", "cpu"]) == 0
-    assert LatentFolder(tmp_path / "digits").shape == [2, 2, 2]
+    folder = LatentFolder(tmp_path / "digits")
+    assert folder.shape == [2, 2, 2]
+    drawn, _ = LatentDataset(folder, "train", hflip=0.0, seed=0).__getitems__([(0, i) for i in range(1024)])
+    said = re.search(r"latents of 2 x 2 x 2; .*mean (-?[\d.]+), deviation ([\d.]+)", capsys.readouterr().out)
+    assert said
+    assert float(said[1]) == pytest.approx(drawn.mean().item(), abs=0.05)
+    assert float(said[2]) == pytest.approx(drawn.std().item(), abs=0.05)
     assert main(["data", "latents", str(tmp_path / "x"), "--source", "digits", "--vae", str(tmp_path / "nowhere")]) == 2
     assert "no AutoencoderKL at" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

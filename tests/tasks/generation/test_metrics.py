@@ -161,6 +161,11 @@ def test_inception_takes_weights_by_path(tmp_path: Path) -> None:
     assert logits.shape == (2, 1008)
     grey, _ = extract(features, [images.expand(-1, 3, -1, -1)])
     assert torch.equal(grey, found)
+    stripes = torch.zeros(1, 1, 598, 598, dtype=torch.uint8)
+    stripes[..., 1::2] = 255
+    black = torch.zeros(1, 1, 299, 299, dtype=torch.uint8)
+    without = extract(features, [black])[0]  # an antialiased one would be grey
+    torch.testing.assert_close(extract(features, [stripes])[0], without, rtol=1e-3, atol=0)
     assert "without antialiasing" in features.description
 
 

@@ -137,7 +137,7 @@ def test_sampling_and_scoring_may_change_on_resume(trained: Path, tiny_run: dict
 
 def test_scores(trained: Path, scorer: str, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
-    argv = ["eval", checkpoint, "--task", "generation", "--json", "--score.features", scorer]
+    argv = ["eval", checkpoint, "--json", "--score.features", scorer]
     assert main(argv) == 0
     result = json.loads(capsys.readouterr().out)
     for name in ("fid", "kid", "inception_score", "precision", "recall", "accuracy", "accuracy_worst"):
@@ -155,35 +155,29 @@ def test_scores(trained: Path, scorer: str, capsys: pytest.CaptureFixture[str]) 
     assert json.loads((folder / "scores.json").read_text()) == result
 
 
-def test_scores_are_the_same_for_two_processes(trained: Path, scorer: str, tmp_path: Path) -> None:
-    if trained.name == "dit":
-        pytest.skip("one denoiser is enough")
+def test_scores_are_the_same_for_two_processes(ours: Path, scorer: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_bytes((trained / "checkpoints" / "last.ckpt").read_bytes())
+    checkpoint.write_bytes((ours / "checkpoints" / "last.ckpt").read_bytes())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "weightformer", "eval", str(checkpoint), "--task", "generation", "--json"]
+    command += ["-m", "weightformer", "eval", str(checkpoint), "--json"]
     command += ["--score.features", scorer, "--score.num_samples", "21"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
     two = json.loads(done.stdout.splitlines()[-1])
     content, names = read_checkpoint(checkpoint)
     options = ["--score.features", scorer, "--score.num_samples", "21"]
-    one = evaluate(parse_config(Config, content, options), trained / "checkpoints" / "last.ckpt", names)
+    one = evaluate(parse_config(Config, content, options), ours / "checkpoints" / "last.ckpt", names)
     assert one["samples"] == two["samples"] == 21
     assert one["fid"] == pytest.approx(two["fid"], rel=0.01)
 
 
-def test_a_weight_file_is_scored_with_its_recipe(trained: Path, scorer: str, tiny_run: dict[str, Any]) -> None:
-    if trained.name == "dit":
-        pytest.skip("one denoiser is enough")
-    weights = trained / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
+def test_a_weight_file_is_scored_with_its_recipe(ours: Path, scorer: str, tiny_run: dict[str, Any]) -> None:
+    weights = ours / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
     config = parse_config(Config, tiny_run, ["--score.features", scorer])
     one = evaluate(config, weights)
-    content, names = read_checkpoint(trained / "checkpoints" / "last.ckpt")
-    other = evaluate(
-        parse_config(Config, content, ["--score.features", scorer]), trained / "checkpoints/last.ckpt", names
-    )
+    content, names = read_checkpoint(ours / "checkpoints" / "last.ckpt")
+    other = evaluate(parse_config(Config, content, ["--score.features", scorer]), ours / "checkpoints/last.ckpt", names)
     assert one["fid"] == other["fid"]
 
 
@@ -195,11 +189,14 @@ def test_without_validation_images(tmp_path: Path, image_folder: Path) -> None:
         "model": {"kwargs": {"hidden_size": 16, "depth": 2}},
         "data": {"source": "folder", "root": str(tmp_path / "images"), "image_size": 8, "batch_size": 8},
         "optim": {"warmup_epochs": 0},
-        "trainer": {"epochs": 1, "accelerator": "cpu", "log_every": 1},
+        "trainer": {"epochs": 1, "accelerator": "cpu", "log_every": 1, "ema_decay": 0.9},
     }
     config = parse_config(Config, content)
     assert 0.5 < train(config)["train_loss"] < 2
+    exported = tmp_path / "run" / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = exported.read_bytes()
     assert train(config) == {}
+    assert exported.read_bytes() == before, "averaged weights again"
 
 
 def test_latents_from_training_to_images(
@@ -227,7 +224,7 @@ def test_latents_from_training_to_images(
     pipeline = WeightFormerPipeline.from_pretrained(tmp_path / "run" / "pipeline")
     assert pipeline.vae.config.scaling_factor == 0.7
     capsys.readouterr()
-    assert main(["eval", checkpoint, "--task", "generation", "--score.num_samples", "2", "--score.features", "x"]) == 2
+    assert main(["eval", checkpoint, "--score.num_samples", "2", "--score.features", "x"]) == 2
     assert "x" in capsys.readouterr().err
 
 
@@ -259,7 +256,7 @@ def test_no_verb_runs_code(verb: str, tmp_path: Path, monkeypatch: pytest.Monkey
     torch.save(
         {"state_dict": Hostile(), "hyper_parameters": {"config": {}, "class_names": [], "samples": {}}}, "a.ckpt"
     )
-    assert main([verb, "a.ckpt", *(["--task", "generation"] if verb == "eval" else [])]) == 2
+    assert main([verb, "a.ckpt"]) == 2
     assert not Path("hostile_marker").exists()
 
 

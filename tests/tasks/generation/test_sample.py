@@ -122,6 +122,15 @@ def test_classes_by_name_and_number(checkpoint: str) -> None:
             parse_classes(text, pipeline)
 
 
+def test_numbers_of_images(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", checkpoint, "--num", "-3", "--save", str(tmp_path / "a")]) == 2
+    assert "--num must be positive, got -3" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+    folder = sample(checkpoint, tmp_path / "b", "--num", "3")  # fewer than the grid shows
+    assert len(pictures(folder)) == 3
+    assert (folder / "grid.png").is_file()
+
+
 def test_grid_sizes() -> None:
     assert parse_grid("8x8") == (8, 8)
     assert parse_grid("2x10") == (2, 10)

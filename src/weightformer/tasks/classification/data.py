@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 from torchvision.transforms import v2
 
-from weightformer.tasks.classification.datasets import ArrayDataset, Batch, FileDataset
+from weightformer.tasks.classification.datasets import ArrayDataset, FileDataset
 from weightformer.tasks.classification.images import find_images, read_image
 from weightformer.tasks.classification.probe import load_probe
 from weightformer.tasks.classification.sources import (
@@ -29,7 +28,7 @@ from weightformer.tasks.classification.transforms import (
     eval_transform,
     train_framing,
 )
-from weightformer.training.loader import EpochSampler, ResumableLoader
+from weightformer.training.loader import ResumableLoader, build_loader
 
 __all__ = ["DataConfig", "ImageData", "eval_transform", "find_images", "read_image"]
 
@@ -179,38 +178,24 @@ class ImageData:
 
         The last, smaller batch of an epoch is left out, unless it is the only one.
         """
-        sampler = self._sampler(self.num_train, train=True)
-        return self._loader(self._train, sampler, drop_last=len(sampler) >= self.config.batch_size)
+        return self._loader(self._train, train=True)
 
     def val_loader(self) -> ResumableLoader:
         """Every validation image once, in order.
 
         A batch may be smaller than others, or empty: on a rank that has run out of images, or where they are skipped.
         """
-        return self._loader(self._val, self._sampler(self.num_val, train=False), drop_last=False)
+        return self._loader(self._val, train=False)
 
-    def _sampler(self, num_items: int, *, train: bool) -> EpochSampler:
-        return EpochSampler(
-            num_items,
+    def _loader(self, dataset: ArrayDataset | FileDataset, *, train: bool) -> ResumableLoader:
+        return build_loader(
+            dataset,
+            self.config.batch_size,
+            train=train,
             seed=self.seed,
-            shuffle=train,
             rank=self.rank,
             world_size=self.world_size,
-            drop_uneven=train,
-        )
-
-    def _loader(
-        self, dataset: ArrayDataset | FileDataset, sampler: EpochSampler, *, drop_last: bool
-    ) -> ResumableLoader:
-        return ResumableLoader(
-            dataset,
-            sampler,
-            self.config.batch_size,
-            drop_last=drop_last,
             num_workers=self.config.num_workers,
-            persistent_workers=self.config.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=_finished,
         )
 
     @cached_property
@@ -270,8 +255,3 @@ class ImageData:
 def _some(names: Sequence[str]) -> str:
     """Names for a message, the first ten."""
     return (", ".join(names[:10]) or "none") + (f", ... ({len(names)} in all)" if len(names) > 10 else "")
-
-
-def _finished(batch: Batch) -> Batch:
-    """The datasets collate their batches themselves."""
-    return batch

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Column, Table
 from torch import Tensor
 
 from weightformer.streaming import find_sources, stream_files
+from weightformer.streaming.job import check_save, show_saved
+from weightformer.streaming.rows import launched
 from weightformer.streaming.workspace import as_bytes
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.predict import Prediction, load_model, ranked, write_predictions
 
-__all__ = ["LargeClassifier", "LargeOptions", "predict_large"]
+__all__ = ["RESULTS", "LargeClassifier", "LargeOptions", "predict_large"]
 
 # What can be asked for, and the kinds of file it is written to; classes may go to the terminal.
-_KINDS = {
+RESULTS = {
     "classes": ("", ".csv", ".json"),
     "logits": (".csv", ".json"),
     "pooled": (".csv", ".json"),
@@ -52,8 +48,8 @@ class LargeOptions:
     """Whether a folder given is one image, cut into tiles."""
 
     def __post_init__(self) -> None:
-        if self.result not in _KINDS:
-            raise ValueError(f"the result must be one of {', '.join(_KINDS)}, got {self.result!r}")
+        if self.result not in RESULTS:
+            raise ValueError(f"the result must be one of {', '.join(RESULTS)}, got {self.result!r}")
         if self.memory is not None:
             as_bytes(self.memory)
 
@@ -121,50 +117,14 @@ def predict_large(
         FileNotFoundError: a path that does not exist, or folders without any image.
         ValueError: a model that cannot be streamed, or an option that does not fit.
     """
-    kind, allowed = Path(options.save or "").suffix, _KINDS[options.result]
-    if kind not in allowed:
-        raise ValueError(
-            f"{options.result} are written to a {' or '.join(filter(None, allowed))} path: "
-            + (f"{options.save} is none" if options.save else "give one with --save")
-        )
+    check_save(options.result, RESULTS[options.result], options.save)
     found = find_sources(images, tiles=options.tiles)
     classify = LargeClassifier(config, weights, class_names, options)
-    with _launched() as (group, rank):
+    with launched() as (group, rank):
         rows = classify(found, progress=rank == 0, group=group)
         if rank:
             return sum(bool(row.error) for row in rows)
         if options.result == "features":
-            return _list_saved(rows)
+            return show_saved((row.path, row.saved, row.error) for row in rows)
         columns = classify.columns if options.result in ("logits", "pooled") else None
         return write_predictions(rows, options.save, columns=columns, progress=False)
-
-
-def _list_saved(rows: Iterable[Prediction]) -> int:
-    table = Table(Column("image", overflow="fold"), Column("features", overflow="fold"))
-    failed = 0
-    for row in rows:
-        failed += bool(row.error)
-        table.add_row(row.path, row.saved or f"[red]failed[/red]: {row.error}")
-    Console().print(table)
-    return failed
-
-
-@contextmanager
-def _launched() -> Iterator[tuple[dist.ProcessGroup | None, int]]:
-    """The processes that ``torchrun`` started, and which of them this is; none if it started only one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None, 0
-        return
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
-    sent, log = logging.StreamHandler(), logging.getLogger("weightformer.streaming")
-    if dist.get_rank() == 0:  # say what crosses between the processes
-        log.addHandler(sent)
-        log.setLevel(logging.INFO)
-    try:
-        yield dist.group.WORLD, dist.get_rank()
-    finally:
-        log.removeHandler(sent)
-        dist.destroy_process_group()

@@ -6,22 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 import timm
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
 import weightformer  # noqa: F401  registers the models
-from weightformer.config import parse_config
 from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.config import ClassificationConfig, MixConfig
 from weightformer.tasks.classification.metrics import ClassificationMetrics
 from weightformer.training.config import ModelConfig
-from weightformer.training.engine import seed_step
-from weightformer.training.optim import build_optimizer
+from weightformer.training.module import TaskModule, as_config
 
 __all__ = ["ClassificationModule", "Mix", "build_model"]
 
@@ -77,7 +73,7 @@ class Mix(nn.Module):
         return (images, target) if mix is None else mix(images, target)
 
 
-class ClassificationModule(L.LightningModule):
+class ClassificationModule(TaskModule):
     """Trains and evaluates one model.
 
     Args:
@@ -97,19 +93,13 @@ class ClassificationModule(L.LightningModule):
         steps_per_epoch: int = 1,
         global_batch: int = 1,
     ) -> None:
-        super().__init__()
-        if not isinstance(config, ClassificationConfig):
-            config = parse_config(ClassificationConfig, config, where="the checkpoint's configuration")
+        config = as_config(ClassificationConfig, config)
+        super().__init__(config, total_steps=total_steps, steps_per_epoch=steps_per_epoch, global_batch=global_batch)
         self.save_hyperparameters({"config": dataclasses.asdict(config), "class_names": list(class_names)})
-        self.config, self.class_names = config, list(class_names)
-        self.total_steps, self.steps_per_epoch, self.global_batch = total_steps, steps_per_epoch, global_batch
+        self.class_names = list(class_names)
         self.model = build_model(config.model, len(class_names), config.data.image_size)
         self.mix = Mix(config.mix, len(class_names))
         self.metrics = ClassificationMetrics()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed everything random of this batch by its place in the run."""
-        seed_step(self.config.seed, self.current_epoch, batch_idx, self.global_rank)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) to logits (B, K)."""
@@ -133,14 +123,3 @@ class ClassificationModule(L.LightningModule):
         self.log_dict({f"val/{k}": v.float() for k, v in values.items() if k != "images"}, rank_zero_only=False)
         self.result = {k: int(v) if k == "images" else float(v) for k, v in values.items()}
         self.metrics.reset()
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW under the per-step schedule."""
-        optimizer, schedule = build_optimizer(
-            self.model,
-            self.config.optim,
-            global_batch=self.global_batch,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -20,7 +20,7 @@ from weightformer.models.checkpoint import load_weights
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import eval_transform, find_images, read_image
 from weightformer.tasks.classification.module import ClassificationModule
-from weightformer.training.runs import normalization, without_start_weights
+from weightformer.training.runs import inference_device, normalization, without_start_weights
 
 __all__ = [
     "PREDICT_ARGUMENTS",
@@ -63,7 +63,7 @@ def load_model(config: ClassificationConfig, weights: str | Path, class_names: S
     load_weights(model, weights)
     mean, std = normalization(config.model)
     model.pretrained_cfg = {**(model.pretrained_cfg or {}), "mean": tuple(mean), "std": tuple(std)}
-    device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    device = inference_device(config.trainer.accelerator)
     return model.to(device).eval()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +15,15 @@ from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.data import ImageData
 from weightformer.tasks.classification.module import ClassificationModule
 from weightformer.training.dynamics import DynamicsRecorder
-from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
-from weightformer.training.runs import normalization, report_skipped, without_start_weights
+from weightformer.training.engine import build_trainer, claim_output
+from weightformer.training.runs import (
+    data_arguments,
+    fit,
+    normalization,
+    report_skipped,
+    schedule_counts,
+    without_start_weights,
+)
 
 __all__ = ["evaluate", "train"]
 
@@ -43,21 +49,10 @@ def train(config: ClassificationConfig) -> dict[str, float]:
         monitor="val/top1",
         callbacks=[DynamicsRecorder(config.dynamics_every)] if config.dynamics_every else [],
     )
-    data = _image_data(config, trainer)
+    data = ImageData(config.data, **data_arguments(config, trainer))
     train_loader, val_loader = data.train_loader(), data.val_loader()
-    steps_per_epoch = math.ceil(len(train_loader) / config.trainer.accumulate)
-    module = ClassificationModule(
-        config,
-        data.class_names,
-        total_steps=steps_per_epoch * config.trainer.epochs,
-        steps_per_epoch=steps_per_epoch,
-        global_batch=config.data.batch_size * trainer.world_size * config.trainer.accumulate,
-    )
-    trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
-    if config.trainer.epochs % config.trainer.val_every or not hasattr(module, "result"):
-        # The last epoch is between two evaluations, or the run was complete already.
-        load_weights(module.model, str(last_checkpoint(folder)))
-        trainer.validate(module, val_loader, verbose=False)
+    module = ClassificationModule(config, data.class_names, **schedule_counts(config, trainer, train_loader))
+    fit(trainer, module, train_loader, val_loader, folder)
     if trainer.is_global_zero:
         _export(module, folder / "model")
     report_skipped(data.skipped)
@@ -78,28 +73,12 @@ def evaluate(
         ``top1``, ``top5``, ``loss`` and the count ``images``, the same for any number of processes.
     """
     trainer = build_trainer(config.trainer)
-    data = _image_data(config, trainer, class_names)
+    data = ImageData(config.data, class_names=class_names, **data_arguments(config, trainer))
     module = ClassificationModule(without_start_weights(config), data.class_names)
     load_weights(module.model, weights)
     trainer.validate(module, data.val_loader(), verbose=False)
     report_skipped(data.skipped)
     return module.result
-
-
-def _image_data(
-    config: ClassificationConfig, trainer: L.Trainer, class_names: Sequence[str] | None = None
-) -> ImageData:
-    mean, std = normalization(config.model)
-    return ImageData(
-        config.data,
-        in_chans=config.model.in_chans,
-        mean=mean,
-        std=std,
-        seed=config.seed,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        class_names=class_names,
-    )
 
 
 def _export(module: ClassificationModule, folder: Path) -> None:

@@ -88,7 +88,7 @@ class CocoSet:
         annotations = [a for image in self.images for a in image.annotations]
         return {
             "images": [{"id": image.id, "height": image.height, "width": image.width} for image in self.images],
-            "annotations": [{**a, "id": i} for i, a in enumerate(annotations, 1)],  # evaluation takes id 0 for no match
+            "annotations": [{**a, "id": i} for i, a in enumerate(annotations, 1)],  # the file's may repeat
             "categories": [{"id": number, "name": name} for number, name in self.categories.items()],
         }
 

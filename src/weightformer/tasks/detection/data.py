@@ -19,7 +19,7 @@ from weightformer.tasks.classification.images import read_image
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.detection.coco import CocoImage, CocoSet, decode_mask
 from weightformer.tasks.detection.transforms import TrainTransform, fitted_size, resize
-from weightformer.training.loader import EpochSampler, Key, ResumableLoader, item_rng
+from weightformer.training.loader import Key, ResumableLoader, build_loader, item_rng
 
 __all__ = ["Batch", "DataConfig", "DetectionData", "DetectionDataset", "read_pixels"]
 
@@ -189,12 +189,11 @@ class DetectionData:
 
         The last, smaller batch of an epoch is left out, unless it is the only one.
         """
-        sampler = self._sampler(self.train, train=True)
-        return self._loader(self.train, sampler, train=True, drop_last=len(sampler) >= self.config.batch_size)
+        return self._loader(self.train, train=True)
 
     def val_loader(self) -> ResumableLoader:
         """Every validation image once, in order; a batch may be smaller than others, or empty."""
-        return self._loader(self.val, self._sampler(self.val, train=False), train=False, drop_last=False)
+        return self._loader(self.val, train=False)
 
     def _open(self, split: Literal["train", "val"]) -> CocoSet:
         root = Path(self.config.root or "")
@@ -203,17 +202,7 @@ class DetectionData:
             raise FileNotFoundError(f"no folder {images} (data.root and data.{split}_images)")
         return CocoSet(annotations, images)
 
-    def _sampler(self, coco: CocoSet, *, train: bool) -> EpochSampler:
-        return EpochSampler(
-            len(coco.images),
-            seed=self.seed,
-            shuffle=train,
-            rank=self.rank,
-            world_size=self.world_size,
-            drop_uneven=train,
-        )
-
-    def _loader(self, coco: CocoSet, sampler: EpochSampler, *, train: bool, drop_last: bool) -> ResumableLoader:
+    def _loader(self, coco: CocoSet, *, train: bool) -> ResumableLoader:
         dataset = DetectionDataset(
             coco,
             in_chans=self.in_chans,
@@ -222,18 +211,12 @@ class DetectionData:
             train=train,
             seed=self.seed,
         )
-        return ResumableLoader(
+        return build_loader(
             dataset,
-            sampler,
             self.config.batch_size,
-            drop_last=drop_last,
+            train=train,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
             num_workers=self.config.num_workers,
-            persistent_workers=self.config.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=_finished,
         )
-
-
-def _finished(batch: Any) -> Any:
-    """The dataset collates its batches itself."""
-    return batch

@@ -17,19 +17,19 @@ __all__ = ["describe"]
 _WINDOW = 14  # ViTDet's
 
 
-def describe(name: str, size: Sequence[int] | None = None, *, in_chans: int = 3, **kwargs: Any) -> str:
+def describe(name: str, size: Sequence[int] | None = None, *, in_chans: int | None = None, **kwargs: Any) -> str:
     """Multiply-adds of a backbone with its feature pyramid, as text; of a ViT also with ViTDet's windows.
 
     Args:
         name: a timm model name, ours included.
         size: a side, or height and width, in pixels; by default 1024.
-        in_chans: channels of the image.
+        in_chans: channels of the image; by default 3.
         **kwargs: for the model's constructor.
 
     Raises:
         ValueError: an unknown name or argument, or a size that is not one or two positive numbers.
     """
-    size = list(size or [1024])
+    size, in_chans = list(size or [1024]), in_chans or 3
     if len(size) > 2 or min(size) < 1:
         raise ValueError(f"--size takes a side, or height and width, in pixels; got {size}")
     height, width = size[0], size[-1]

@@ -6,22 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from weightformer.config import parse_config
 from weightformer.tasks.detection.config import DetectionConfig
 from weightformer.tasks.detection.data import Batch
 from weightformer.tasks.detection.detector import Detector
 from weightformer.tasks.detection.metrics import CocoMetrics, coco_results
-from weightformer.training.engine import seed_step
-from weightformer.training.optim import build_optimizer
+from weightformer.training.module import TaskModule, as_config
 
 __all__ = ["DetectionModule"]
 
 
-class DetectionModule(L.LightningModule):
+class DetectionModule(TaskModule):
     """Trains and evaluates one detector.
 
     Args:
@@ -43,9 +39,8 @@ class DetectionModule(L.LightningModule):
         steps_per_epoch: int = 1,
         global_batch: int = 1,
     ) -> None:
-        super().__init__()
-        if not isinstance(config, DetectionConfig):
-            config = parse_config(DetectionConfig, config, where="the checkpoint's configuration")
+        config = as_config(DetectionConfig, config)
+        super().__init__(config, total_steps=total_steps, steps_per_epoch=steps_per_epoch, global_batch=global_batch)
         self.category_ids, self.class_names = list(categories), list(categories.values())
         self.save_hyperparameters(
             {
@@ -54,13 +49,8 @@ class DetectionModule(L.LightningModule):
                 "category_ids": self.category_ids,
             }
         )
-        self.config, self.metrics = config, metrics
-        self.total_steps, self.steps_per_epoch, self.global_batch = total_steps, steps_per_epoch, global_batch
+        self.metrics = metrics
         self.model = Detector(config.model, config.head, len(self.class_names))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed everything random of this batch by its place in the run."""
-        seed_step(self.config.seed, self.current_epoch, batch_idx, self.global_rank)
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         """Images (C, height, width) of any sizes to detections, see `Detector`."""
@@ -95,14 +85,3 @@ class DetectionModule(L.LightningModule):
         assert self.metrics is not None
         self.result = self.metrics.compute()
         self.log_dict({f"val/{name}": value for name, value in self.result.items()}, rank_zero_only=False)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW under the per-step schedule."""
-        optimizer, schedule = build_optimizer(
-            self.model,
-            self.config.optim,
-            global_batch=self.global_batch,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

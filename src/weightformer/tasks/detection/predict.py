@@ -26,7 +26,7 @@ from weightformer.tasks.detection.draw import draw_results
 from weightformer.tasks.detection.metrics import coco_results
 from weightformer.tasks.detection.module import DetectionModule
 from weightformer.tasks.detection.transforms import fitted_size, resize
-from weightformer.training.runs import normalization, without_start_weights
+from weightformer.training.runs import inference_device, normalization, without_start_weights
 
 __all__ = ["PREDICT_ARGUMENTS", "Prediction", "iter_predictions", "predict"]
 
@@ -70,7 +70,7 @@ def iter_predictions(
     """
     module = DetectionModule(without_start_weights(config), categories)
     load_weights(module.model, weights)
-    device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    device = inference_device(config.trainer.accelerator)
     module = module.to(device).eval()
     normalize = Normalize(config.model.in_chans, *normalization(config.model))
     for image_id, file in zip(_image_ids(files), files, strict=True):

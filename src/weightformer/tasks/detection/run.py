@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from weightformer.tasks.detection.config import DetectionConfig
 from weightformer.tasks.detection.data import DetectionData
 from weightformer.tasks.detection.metrics import CocoMetrics
 from weightformer.tasks.detection.module import DetectionModule
-from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
-from weightformer.training.runs import normalization, read_stored, without_start_weights
+from weightformer.training.engine import build_trainer, claim_output
+from weightformer.training.runs import data_arguments, fit, read_stored, schedule_counts, without_start_weights
 
 __all__ = ["evaluate", "read_checkpoint", "train"]
 
@@ -34,22 +33,12 @@ def train(config: DetectionConfig) -> dict[str, float]:
     folder = claim_output(config.output, dataclasses.asdict(config))
     L.seed_everything(config.seed, verbose=False)
     trainer = build_trainer(config.trainer, folder=folder, clip_norm=config.optim.clip_norm, monitor="val/box_ap")
-    data = _data(config, trainer)
+    data = DetectionData(config.data, **data_arguments(config, trainer))
     train_loader, val_loader = data.train_loader(), data.val_loader()
-    steps_per_epoch = math.ceil(len(train_loader) / config.trainer.accumulate)
     module = DetectionModule(
-        config,
-        data.categories,
-        CocoMetrics(data.val),
-        total_steps=steps_per_epoch * config.trainer.epochs,
-        steps_per_epoch=steps_per_epoch,
-        global_batch=config.data.batch_size * trainer.world_size * config.trainer.accumulate,
+        config, data.categories, CocoMetrics(data.val), **schedule_counts(config, trainer, train_loader)
     )
-    trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
-    if config.trainer.epochs % config.trainer.val_every or not hasattr(module, "result"):
-        # The last epoch is between two evaluations, or the run was complete already.
-        load_weights(module.model, str(last_checkpoint(folder)))
-        trainer.validate(module, val_loader, verbose=False)
+    fit(trainer, module, train_loader, val_loader, folder)
     return module.result
 
 
@@ -67,7 +56,7 @@ def evaluate(
         Average precisions, the same for any number of processes.
     """
     trainer = build_trainer(config.trainer)
-    data = _data(config, trainer, categories)
+    data = DetectionData(config.data, categories=categories, **data_arguments(config, trainer))
     module = DetectionModule(without_start_weights(config), data.categories, CocoMetrics(data.val))
     load_weights(module.model, weights)
     trainer.validate(module, data.val_loader(), verbose=False)
@@ -82,17 +71,3 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
     """
     config, names, numbers = read_stored(path, "class_names", "category_ids")
     return config, dict(zip(map(int, numbers), map(str, names), strict=True))
-
-
-def _data(config: DetectionConfig, trainer: L.Trainer, categories: Mapping[int, str] | None = None) -> DetectionData:
-    mean, std = normalization(config.model)
-    return DetectionData(
-        config.data,
-        in_chans=config.model.in_chans,
-        mean=mean,
-        std=std,
-        seed=config.seed,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        categories=categories,
-    )

@@ -16,7 +16,7 @@ from weightformer.tasks.classification.data import ImageData
 from weightformer.tasks.classification.datasets import ArrayDataset, FileDataset
 from weightformer.tasks.classification.sources import split_folders
 from weightformer.tasks.generation.latents import LatentDataset, LatentFolder
-from weightformer.training.loader import EpochSampler, Key, ResumableLoader, derive_seed
+from weightformer.training.loader import Key, ResumableLoader, build_loader, derive_seed
 
 __all__ = ["Batch", "DataConfig", "DiffusionDataset", "GenerationData"]
 
@@ -151,23 +151,14 @@ class GenerationData:
             seed=derive_seed(self.seed, int(train)),
             every_epoch=train,
         )
-        sampler = EpochSampler(
-            len(samples),
+        return build_loader(
+            dataset,
+            self.config.batch_size,
+            train=train,
             seed=self.seed,
-            shuffle=train,
             rank=self.rank,
             world_size=self.world_size,
-            drop_uneven=train,
-        )
-        return ResumableLoader(
-            dataset,
-            sampler,
-            self.config.batch_size,
-            drop_last=train and len(sampler) >= self.config.batch_size,
             num_workers=self.config.num_workers,
-            persistent_workers=self.config.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=_finished,
         )
 
 
@@ -216,8 +207,3 @@ class DiffusionDataset(Dataset[Any]):
             drop[i] = torch.rand((), generator=generator)
             noise[i].normal_(generator=generator)
         return clean, labels.masked_fill(drop < self.label_dropout, self.num_classes), noise, steps
-
-
-def _finished(batch: Batch) -> Batch:
-    """The dataset collates its batches itself."""
-    return batch

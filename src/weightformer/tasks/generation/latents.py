@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -165,9 +167,6 @@ def encode_images(
         ValueError: an image that cannot be read (with ``on_bad_image: skip`` it is left out), or a folder that holds
             the latents of other images.
     """
-    from rich.console import Console
-    from rich.progress import track
-
     from weightformer.tasks.generation.data import DataConfig, GenerationData
 
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
@@ -214,7 +213,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--on_bad_image", default="error", choices=["error", "skip"])
     parser.add_argument("--max_pixels", type=int, default=89_478_485, help="refuse larger images")
     parser.add_argument("--device", help="cuda or cpu; by default the GPU if there is one")
-    encode_images(**vars(parser.parse_args(argv)))
+    args = parser.parse_args(argv)
+    encode_images(**vars(args))
+    if int(os.environ.get("RANK", "0")) == 0:
+        Console().print(_summary(LatentFolder(args.output)), soft_wrap=True, highlight=False)
+
+
+def _summary(folder: LatentFolder) -> str:
+    """What the first file holds, once scaled: a VAE that fits the images makes latents of a deviation near 1."""
+    mean, std = np.load(folder.shard("train", 0))[:, 0].astype(np.float32).swapaxes(0, 1)
+    drawn = mean + std * np.random.default_rng(0).standard_normal(mean.shape, np.float32)
+    scaled = (drawn - folder.vae["shift_factor"]) * folder.vae["scaling_factor"]
+    shape = " x ".join(map(str, folder.shape))
+    return f"latents of {shape}; of the first images, scaled: mean {scaled.mean():.2f}, deviation {scaled.std():.2f}"
 
 
 class _OneByOne(Dataset[Any]):

@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning as L
 from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import LabelEmbedding
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from weightformer.config import parse_config
 from weightformer.models.checkpoint import load_weights
 from weightformer.models.denoiser import DENOISERS, create_denoiser
 from weightformer.models.dig import DIG
@@ -22,7 +19,7 @@ from weightformer.tasks.generation.diffusion import HybridLoss
 from weightformer.tasks.generation.latents import load_vae
 from weightformer.tasks.generation.metrics import MeanLosses
 from weightformer.tasks.generation.pipeline import WeightFormerPipeline, create_scheduler
-from weightformer.training.optim import build_optimizer
+from weightformer.training.module import TaskModule, as_config
 
 __all__ = ["GenerationModule", "build_denoiser", "create_dit", "leave_labels"]
 
@@ -121,7 +118,7 @@ def create_dit(
     return model
 
 
-class GenerationModule(L.LightningModule):
+class GenerationModule(TaskModule):
     """Trains one denoiser.
 
     Args:
@@ -148,9 +145,8 @@ class GenerationModule(L.LightningModule):
         steps_per_epoch: int = 1,
         global_batch: int = 1,
     ) -> None:
-        super().__init__()
-        if not isinstance(config, GenerationConfig):
-            config = parse_config(GenerationConfig, config, where="the checkpoint's configuration")
+        config = as_config(GenerationConfig, config)
+        super().__init__(config, total_steps=total_steps, steps_per_epoch=steps_per_epoch, global_batch=global_batch)
         self.save_hyperparameters(
             {
                 "config": dataclasses.asdict(config),
@@ -158,9 +154,8 @@ class GenerationModule(L.LightningModule):
                 "samples": {"channels": channels, "size": list(size), "vae": dict(vae) if vae else None},
             }
         )
-        self.config, self.class_names = config, list(class_names)
+        self.class_names = list(class_names)
         self.channels, self.size, self.vae = channels, list(size), vae
-        self.total_steps, self.steps_per_epoch, self.global_batch = total_steps, steps_per_epoch, global_batch
         self.model = build_denoiser(
             config.model,
             channels=channels,
@@ -195,17 +190,6 @@ class GenerationModule(L.LightningModule):
         self.log_dict({f"val/{k}": v.float() for k, v in values.items() if k != "samples"}, rank_zero_only=False)
         self.result = {k: int(v) if k == "samples" else float(v) for k, v in values.items()}
         self.losses.reset()
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW under the per-step schedule."""
-        optimizer, schedule = build_optimizer(
-            self.model,
-            self.config.optim,
-            global_batch=self.global_batch,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def pipeline(self, with_vae: bool = True) -> WeightFormerPipeline:
         """The denoiser with the scheduler, the VAE and the class names of the configuration, ready to sample.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from weightformer.models.checkpoint import load_weights, read_state_dict
+from weightformer.models.checkpoint import read_state_dict
 from weightformer.tasks.generation.config import GenerationConfig, ScoreConfig
 from weightformer.tasks.generation.data import DataConfig, GenerationData
 from weightformer.tasks.generation.metrics import (
@@ -29,14 +28,15 @@ from weightformer.tasks.generation.metrics import (
 from weightformer.tasks.generation.module import GenerationModule
 from weightformer.tasks.generation.sample import (
     build_pipeline,
-    default_device,
     digest,
     process_rank,
     read_samples,
     sample_images,
     sample_size,
 )
-from weightformer.training.engine import build_trainer, claim_output, last_checkpoint
+from weightformer.training.engine import build_trainer, claim_output
+from weightformer.training.loader import as_collated
+from weightformer.training.runs import fit, inference_device, report_skipped, schedule_counts
 
 __all__ = ["PREDICT_ARGUMENTS", "evaluate", "predict", "read_checkpoint", "train"]
 
@@ -61,27 +61,18 @@ def train(config: GenerationConfig) -> dict[str, float]:
     trainer = build_trainer(config.trainer, folder=folder, clip_norm=config.optim.clip_norm)
     data = GenerationData(config.data, seed=config.seed, rank=trainer.global_rank, world_size=trainer.world_size)
     train_loader, val_loader = data.train_loader(), data.val_loader()
-    steps_per_epoch = math.ceil(len(train_loader) / config.trainer.accumulate)
     module = GenerationModule(
         config,
         data.class_names,
         channels=data.channels,
         size=data.size,
         vae=data.vae,
-        total_steps=steps_per_epoch * config.trainer.epochs,
-        steps_per_epoch=steps_per_epoch,
-        global_batch=config.data.batch_size * trainer.world_size * config.trainer.accumulate,
+        **schedule_counts(config, trainer, train_loader),
     )
-    trainer.fit(module, train_loader, val_loader, ckpt_path=last_checkpoint(folder), weights_only=True)
-    if val_loader and (config.trainer.epochs % config.trainer.val_every or not hasattr(module, "result")):
-        # The last epoch is between two evaluations, or the run was complete already.
-        load_weights(module.model, str(last_checkpoint(folder)))
-        trainer.validate(module, val_loader, verbose=False)
+    fit(trainer, module, train_loader, val_loader, folder)
     if trainer.is_global_zero:
         _export(module, folder / "pipeline")
-    if skipped := sorted(data.skipped):
-        shown = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        warnings.warn(f"{len(skipped)} image(s) could not be read and were skipped: {shown}", stacklevel=2)
+    report_skipped(data.skipped)
     if val_loader:
         return module.result
     last = trainer.callback_metrics.get("train/loss")  # none where the run was complete already
@@ -108,10 +99,9 @@ def evaluate(config: GenerationConfig, weights: str | Path, class_names: Sequenc
         ValueError: too few reference images, or settings that do not go together.
     """
     rank, world = process_rank()
-    device = default_device(config.trainer.accelerator)
-    features = (
-        _features(config.score, device) if rank == 0 else None
-    )  # which fails before hours of sampling, if it does
+    device = inference_device(config.trainer.accelerator)
+    # First, so that what is wrong with it comes to light before hours of sampling.
+    features = _features(config.score, device) if rank == 0 else None
     pipeline = build_pipeline(config, weights, class_names).to(device)
     sampling, num = config.sampling, config.score.num_samples
     name = f"{digest(weights)}-{sampling.scheduler}-{sampling.steps}-guidance-{sampling.guidance:g}-seed-{config.seed}"
@@ -191,7 +181,7 @@ def _reference(config: GenerationConfig, batch_size: int, size: tuple[int, int])
     places = spread(len(samples), config.score.num_reference).tolist()
     keys = [[(0, place) for place in places[i : i + batch_size]] for i in range(0, len(places), batch_size)]
     loader = torch.utils.data.DataLoader(
-        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=_finished
+        samples, batch_sampler=keys, num_workers=data.num_workers, collate_fn=as_collated
     )
 
     def batches() -> Iterator[Tensor]:
@@ -218,8 +208,3 @@ def _export(module: GenerationModule, folder: Path) -> None:
         warnings.warn(f"{folder} is written without its VAE: {error}", stacklevel=3)
         pipeline = module.pipeline(with_vae=False)
     pipeline.save_pretrained(folder)
-
-
-def _finished(batch: Any) -> Any:
-    """The datasets collate their batches themselves."""
-    return batch

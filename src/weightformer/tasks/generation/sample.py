@@ -23,10 +23,10 @@ from weightformer.tasks.generation.data import GenerationData
 from weightformer.tasks.generation.module import GenerationModule
 from weightformer.tasks.generation.pipeline import WeightFormerPipeline
 from weightformer.training.loader import derive_seed
+from weightformer.training.runs import inference_device
 
 __all__ = [
     "build_pipeline",
-    "default_device",
     "digest",
     "draw_grid",
     "parse_classes",
@@ -62,7 +62,7 @@ def build_pipeline(
         class_names, samples = data.class_names, {"channels": data.channels, "size": data.size, "vae": data.vae}
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
     module = GenerationModule(config, class_names, **samples)
-    load_weights(module.model, content)
+    load_weights(module.model, weights)
     return module.pipeline()
 
 
@@ -89,8 +89,13 @@ def sample(
 
     Returns:
         The folder.
+
+    Raises:
+        ValueError: an unknown class, no grid or number of images, or a folder that holds samples of other settings.
     """
-    pipeline = build_pipeline(config, weights, class_names).to(default_device(config.trainer.accelerator))
+    if num < 0:
+        raise ValueError(f"--num must be positive, got {num}")
+    pipeline = build_pipeline(config, weights, class_names).to(inference_device(config.trainer.accelerator))
     labels = parse_classes(classes, pipeline)
     rows, columns = parse_grid(grid) if grid else (min(len(labels), 16), 8)
     folder = Path(save) if save else Path(weights).parent.parent / "samples"
@@ -247,13 +252,6 @@ def sample_size(folder: str | Path) -> tuple[int, int]:
     """Height and width of a folder's images."""
     width, height = Image.open(_image(Path(folder), 0)).size
     return height, width
-
-
-def default_device(accelerator: str) -> torch.device:
-    """Where to sample: this process's GPU if there is one, unless the configuration says ``cpu``."""
-    if accelerator == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def process_rank() -> tuple[int, int]:

@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from weightformer.tasks.classification.images import images_below
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.segmentation.datasets import MaskDataset
 from weightformer.tasks.segmentation.masks import class_names_file, read_class_names
 from weightformer.tasks.segmentation.transforms import TrainTransform
-from weightformer.training.loader import EpochSampler, ResumableLoader
+from weightformer.training.loader import ResumableLoader, build_loader
 
 __all__ = ["DataConfig", "SegmentationData", "find_pairs"]
 
@@ -123,36 +121,21 @@ class SegmentationData:
 
         The last, smaller batch of an epoch is left out, unless it is the only one.
         """
-        sampler = self._sampler(self._train, train=True)
-        size = self.config.batch_size
-        return self._loader(self._train, sampler, size, drop_last=len(sampler) >= size)
+        return self._loader(self._train, self.config.batch_size, train=True)
 
     def val_loader(self) -> ResumableLoader:
         """Every validation image once, in order; a batch is a list, and empty on a rank that has run out of images."""
-        return self._loader(
-            self._val, self._sampler(self._val, train=False), self.config.val_batch_size, drop_last=False
-        )
+        return self._loader(self._val, self.config.val_batch_size, train=False)
 
-    def _sampler(self, dataset: MaskDataset, *, train: bool) -> EpochSampler:
-        return EpochSampler(
-            len(dataset),
+    def _loader(self, dataset: MaskDataset, batch_size: int, *, train: bool) -> ResumableLoader:
+        return build_loader(
+            dataset,
+            batch_size,
+            train=train,
             seed=self.seed,
-            shuffle=train,
             rank=self.rank,
             world_size=self.world_size,
-            drop_uneven=train,
-        )
-
-    def _loader(self, dataset: MaskDataset, sampler: EpochSampler, size: int, *, drop_last: bool) -> ResumableLoader:
-        return ResumableLoader(
-            dataset,
-            sampler,
-            size,
-            drop_last=drop_last,
             num_workers=self.config.num_workers,
-            persistent_workers=self.config.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=_finished,
         )
 
     @cached_property
@@ -207,8 +190,3 @@ def find_pairs(root: str | os.PathLike[str], split: str) -> list[tuple[str, str]
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
-
-
-def _finished(batch: Any) -> Any:
-    """The dataset collates its batches itself."""
-    return batch

@@ -8,13 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from weightformer.config import parse_config
 from weightformer.tasks.segmentation.config import SegmentationConfig
 from weightformer.tasks.segmentation.datasets import EvalBatch, TrainBatch
 from weightformer.tasks.segmentation.inference import label_map
@@ -22,8 +19,7 @@ from weightformer.tasks.segmentation.masks import IGNORE
 from weightformer.tasks.segmentation.metrics import SegmentationMetrics
 from weightformer.tasks.segmentation.upernet import UperNet
 from weightformer.training.backbone import build_backbone
-from weightformer.training.engine import seed_step
-from weightformer.training.optim import build_optimizer
+from weightformer.training.module import TaskModule, as_config
 
 __all__ = ["SegmentationModule", "build_model", "pixel_loss"]
 
@@ -58,7 +54,7 @@ def pixel_loss(logits: Tensor, target: Tensor) -> Tensor:
     return total / (target != IGNORE).sum().clamp(min=1)
 
 
-class SegmentationModule(L.LightningModule):
+class SegmentationModule(TaskModule):
     """Trains and evaluates one model.
 
     Args:
@@ -78,18 +74,12 @@ class SegmentationModule(L.LightningModule):
         steps_per_epoch: int = 1,
         global_batch: int = 1,
     ) -> None:
-        super().__init__()
-        if not isinstance(config, SegmentationConfig):
-            config = parse_config(SegmentationConfig, config, where="the checkpoint's configuration")
+        config = as_config(SegmentationConfig, config)
+        super().__init__(config, total_steps=total_steps, steps_per_epoch=steps_per_epoch, global_batch=global_batch)
         self.save_hyperparameters({"config": dataclasses.asdict(config), "class_names": list(class_names)})
-        self.config, self.class_names = config, list(class_names)
-        self.total_steps, self.steps_per_epoch, self.global_batch = total_steps, steps_per_epoch, global_batch
+        self.class_names = list(class_names)
         self.model = build_model(config, len(class_names))
         self.metrics = SegmentationMetrics(len(class_names))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed everything random of this batch by its place in the run."""
-        seed_step(self.config.seed, self.current_epoch, batch_idx, self.global_rank)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) to logits (B, K, height, width)."""
@@ -124,14 +114,3 @@ class SegmentationModule(L.LightningModule):
         iou = dict(zip(self.class_names, shares, strict=True))
         self.result = {name: float(values[name]) for name in means} | {"images": int(values["images"]), "iou": iou}
         self.metrics.reset()
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW under the per-step schedule."""
-        optimizer, schedule = build_optimizer(
-            self.model,
-            self.config.optim,
-            global_batch=self.global_batch,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

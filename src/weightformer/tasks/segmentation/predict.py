@@ -27,7 +27,7 @@ from weightformer.tasks.segmentation.masks import to_file_values
 from weightformer.tasks.segmentation.module import SegmentationModule
 from weightformer.tasks.segmentation.overlay import draw_overlay, palette, share_text
 from weightformer.tasks.segmentation.transforms import resize, scaled_size
-from weightformer.training.runs import normalization, without_start_weights
+from weightformer.training.runs import inference_device, normalization, without_start_weights
 
 __all__ = ["PREDICT_ARGUMENTS", "Prediction", "iter_predictions", "predict", "write_prediction"]
 
@@ -63,7 +63,7 @@ def iter_predictions(
     """
     module = SegmentationModule(without_start_weights(config), list(class_names))
     load_weights(module.model, weights)
-    device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    device = inference_device(config.trainer.accelerator)
     model: Any = module.model.to(device).eval()
     normalize = Normalize(config.model.in_chans, *normalization(config.model))
 

@@ -139,24 +139,25 @@ class UperHead(nn.Module):
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """Maps (B, C, H, W), finest first, each half as large as the one before, to logits (B, K, H0, W0)."""
+        tokens = maps[-1].permute(0, 2, 3, 1)
+        means = [region_mean(tokens, scale).permute(0, 3, 1, 2).to(tokens.dtype) for scale in self.pool_scales]
+        size = maps[-1].shape[-2:]
+        return self.decode(maps, [F.interpolate(x, size=size, mode="bilinear") for x in self.pool(means)])
+
+    def pool(self, means: Sequence[Tensor]) -> list[Tensor]:
+        """What the means (B, C, s, s) of the coarsest map's regions, one for each scale, say of the whole image."""
+        return [branch(x) for branch, x in zip(self.pooled, means, strict=True)]
+
+    def decode(self, maps: Sequence[Tensor], context: Sequence[Tensor]) -> Tensor:
+        """`forward` where the results of `pool` were enlarged to the size of the coarsest map: the local rest."""
         *fine, coarsest = maps
-        levels = [self._with_context(coarsest)]
+        levels = [self.context(torch.cat([coarsest, *context], 1))]
         for x, lateral in zip(reversed(fine), reversed(self.lateral), strict=True):
             levels.append(lateral(x) + _enlarge(levels[-1], 2, x))
         levels = levels[::-1]
         outputs = [*(smooth(x) for x, smooth in zip(levels[:-1], self.smooth, strict=True)), levels[-1]]
         fused = self.fuse(torch.cat([_enlarge(x, 2**level, maps[0]) for level, x in enumerate(outputs)], 1))
         return self.classifier(self.dropout(fused))
-
-    def _with_context(self, x: Tensor) -> Tensor:
-        """The coarsest map beside what its pooled forms say, (B, channels, H, W)."""
-        tokens = x.permute(0, 2, 3, 1)
-        pooled = [region_mean(tokens, scale).permute(0, 3, 1, 2).to(x.dtype) for scale in self.pool_scales]
-        spread = [
-            F.interpolate(branch(p), size=x.shape[-2:], mode="bilinear")
-            for branch, p in zip(self.pooled, pooled, strict=True)
-        ]
-        return self.context(torch.cat([x, *spread], 1))
 
 
 class FCNHead(nn.Module):
