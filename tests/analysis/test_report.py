@@ -139,6 +139,35 @@ def test_stability(every: float | None, verdict: str, measured: Measurements) ->
     assert claims._stability(measured).verdict == verdict
 
 
+def test_throughput_and_memory_are_those_of_the_less_favourable_run(measured: Measurements) -> None:
+    for number, slower in ((1, 1.0), (2, 0.5)):
+        rows = [
+            {"case": case, "model": model, "value": value * (slower if model == "eager" else 1.0)}
+            for case, values in (("throughput", (8.0, 9.0, 1.0, 0.5)), ("memory", (10.0, 5.0, 50.0, 100.0)))
+            for model, value in zip(("eager", "native", "deit-fused", "deit-explicit"), values, strict=True)
+        ]
+        write(measured, f"cpu_t1248_{number}", rows=rows)
+    finding = claims._large(measured)
+    assert (
+        "eager: the throughput is 4.0 times that of fused attention and 8.0 times that of explicit" in finding.measured
+    )
+    assert "the memory 90% less than that of the latter; native: the throughput is 9.0 times" in finding.measured
+    assert finding.verdict == OPEN  # the paper's hardware is another
+
+
+def test_small_scale_results_stand_beside_what_is_not_testable(measured: Measurements) -> None:
+    assert "AP" not in claims._scenes(measured).measured
+    assert claims._generation(measured).measured == "not run at that scale"
+    (measured.folder / "detection.csv").write_text("model,box_ap\nweightformer,0.61\nstatic,0.55\ndeit,0.5\n")
+    (measured.folder / "segmentation.csv").write_text("model,miou\nweightformer,0.81\nstatic,0.75\ndeit,0.7\n")
+    (measured.folder / "generation.csv").write_text("model,guidance,fid\nweightformer,2,1.5\ndit,2,2.5\n")
+    scenes, generation = claims._scenes(measured), claims._generation(measured)
+    assert "box AP on fashion scenes 61.0, static twin 55.0, DeiT twin 50.0" in scenes.measured
+    assert "mIoU on fashion scenes 81.0, static twin 75.0, DeiT twin 70.0" in scenes.measured
+    assert "FID 1.50 against DiT's 2.50" in generation.measured
+    assert scenes.verdict == generation.verdict == OPEN
+
+
 def test_the_page_shows_tables_figures_machine_and_commands(measured: Measurements, tmp_path: Path) -> None:
     write_strategies(measured, **{f"probe__{OURS}": 0.95, "probe__static": 0.5})
     write(measured, "erf_after", rows=fields())
