@@ -129,6 +129,23 @@ def test_a_broken_annotation_is_dropped_and_named(coco_file: CocoFile, kind: str
     assert len(coco.dropped) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("no width", "has no area"),
+        ("negative width", "has no area"),
+        ("outside", "lies outside of the image of 20 x 30 px"),
+        ("infinite box", "is not four numbers"),
+        ("far off", "no outline of three points or more around a part of the image"),
+        ("rle of nothing", "cover no pixel"),
+        ("crowd or not", "'0' is neither 0 nor 1"),
+    ],
+)
+def test_the_reason_is_given(coco_file: CocoFile, kind: str, reason: str) -> None:
+    with pytest.warns(UserWarning, match=f"annotation 17 of image 1: .*{reason}"):
+        read(coco_file([annotation(5), annotation(17, **BROKEN[kind])]))
+
+
 def test_broken_outlines_beside_a_sound_one_are_left_out(coco_file: CocoFile) -> None:
     coco = read(coco_file([annotation(segmentation=[OUTLINE, [1, 2], [3, 4, 5, 6, 7]])]))
     assert coco.images[0].annotations[0]["segmentation"] == [OUTLINE]
