@@ -392,11 +392,17 @@ def _import(module: str, extra: str) -> Any:
 
 
 def _stored_task(argv: Sequence[str]) -> str | None:
-    """The task of the first training checkpoint among the arguments, if one is there and can be read."""
+    """The task of the first training checkpoint among the arguments, if one is there and can be read.
+
+    Raises:
+        FileNotFoundError: it does not exist; without it, a task's own options would be called unknown.
+    """
     from weightformer.models.checkpoint import read_state_dict
 
     for word in argv:
-        if word.endswith(".ckpt") and Path(word).is_file():
+        if word.endswith(".ckpt") and not word.startswith("-"):
+            if not Path(word).is_file():
+                raise FileNotFoundError(f"no weight file at {word}")
             try:
                 return read_state_dict(word)["hyper_parameters"]["config"]["task"]
             except (ValueError, KeyError, TypeError):  # the task says what is wrong with the file

@@ -82,6 +82,49 @@ def test_errors_name_the_file(coco_file: CocoFile) -> None:
         next(iter(open_data(root, num_workers=1, max_pixels=500).val_loader()))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_that_cannot_be_read_are_passed_over_where_asked(coco_file: CocoFile, workers: int) -> None:
+    """One damaged, one of another size than its annotations: training takes the next, evaluation goes without."""
+    root = coco_file([annotation(1)], images=4).parent.parent
+    for split in ("train2017", "val2017"):
+        (root / split / "2.png").write_bytes(b"no image")
+        Image.new("L", (30, 21)).save(root / split / "3.png")
+    with pytest.raises(ImageReadError, match=r"2\.png.*data\.on_bad_image: skip"):
+        list(open_data(root).val_loader())
+    data = open_data(root, on_bad_image="skip", batch_size=2, num_workers=workers)
+    seen = [sorted(t["image_id"] for _, targets in loader for t in targets)
+            for loader in (data.train_loader(), data.val_loader())]  # fmt: skip
+    assert seen == [[1, 4, 4, 4], [1, 4]]
+    assert [Path(path).name for path in data.skipped] == ["2.png", "3.png"] * 2
+    for number in (1, 4):
+        (root / "train2017" / f"{number}.png").write_bytes(b"no image")
+    with pytest.raises(ImageReadError, match="none of the 4 training images can be read"):
+        list(open_data(root, on_bad_image="skip").train_loader())
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_undone(coco_file: CocoFile, orientation: int) -> None:
+    root = coco_file([annotation(1)], images=1).parent.parent
+    shown = np.zeros((20, 30), np.uint8)
+    shown[5:11, 4:12] = 255
+    stored = {1: shown, 2: shown[:, ::-1], 3: shown[::-1, ::-1], 4: shown[::-1], 5: shown.T, 6: np.rot90(shown),
+              7: shown[::-1, ::-1].T, 8: np.rot90(shown, -1)}[orientation]  # fmt: skip
+    for split in ("train2017", "val2017"):
+        Image.fromarray(stored.copy()).save(root / split / "1.png", exif=exif_of(orientation))
+    data = open_data(root)
+    (image,), (target,) = first_batch(data)
+    assert image[0][target["masks"][0].bool()].min() == 1
+    assert image.sum() == 48
+    (image,), _ = next(iter(data.val_loader()))
+    torch.testing.assert_close(image[0], torch.from_numpy(shown) / 255)
+
+
 def test_missing_folders_are_named(coco_file: CocoFile) -> None:
     root = coco_file([annotation(1)]).parent.parent
     with pytest.raises(FileNotFoundError, match=r"elsewhere \(data.root and data.train_images\)"):

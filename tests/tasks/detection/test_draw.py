@@ -32,6 +32,20 @@ def test_masks_and_boxes_lie_on_their_objects() -> None:
     assert (pixels[20 * factor : 40 * factor, 10 * factor + 1] == pixels[30 * factor, 10 * factor + 1]).all()
 
 
+def test_the_better_of_two_covers_the_other() -> None:
+    image = torch.full((1, 60, 80), 100, dtype=torch.uint8)
+    best, other = record(3, 10, 20, 30, 20), {**record(90, 20, 20, 40, 20), "score": 0.5}
+    pixels = [np.asarray(draw_results(image, found, CATEGORIES))[30 * 7, 30 * 7] for found in ([best], [best, other])]
+    assert (pixels[0] == pixels[1]).all()
+
+
+def test_boxes_at_the_border_are_closed() -> None:
+    image = torch.full((1, 60, 80), 100, dtype=torch.uint8)
+    pixels = np.asarray(draw_results(image, [record(3, 40, 30, 40, 30)], CATEGORIES))
+    for row, column in ((300, -1), (300, -2), (-1, 400), (-2, 400)):  # as thick there as elsewhere
+        assert (pixels[row, column] == pixels[300, 40 * 7]).all()
+
+
 @pytest.mark.parametrize("channels", [1, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_images_of_any_kind(channels: int, dtype: torch.dtype) -> None:

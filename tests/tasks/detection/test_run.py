@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 
 from weightformer.cli import main
+from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.models.checkpoint import read_state_dict, save_weights
 from weightformer.tasks.detection import Config, evaluate, predict, read_checkpoint, train
 from weightformer.tasks.detection.coco import CocoSet, decode_mask
@@ -119,6 +123,65 @@ def test_two_processes_train_without_flags(small_config: Callable[..., Config], 
     assert "box_ap" in done.stdout
 
 
+BACKBONES = {
+    "weightformer_tiny": {"embed_dim": 16, "depth": 2},
+    "deit_tiny_patch16_224": {"embed_dim": 16, "depth": 4, "num_heads": 2},
+    "convnext_atto": {"dims": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+    "pvt_v2_b0": {"embed_dims": [8, 16, 24, 32], "num_heads": [1, 1, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("head", ["mask", "cascade"])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_any_backbone_in_the_recipes(coco_file: Callable[..., Path], tmp_path: Path, head: str, name: str) -> None:
+    """A step of training, an evaluation and a prediction under COCO's recipes, optimiser, jitter and all."""
+    outline = [4, 5, 12, 5, 12, 11, 4, 11]
+    root = coco_file(
+        [{"id": 1, "image_id": 1, "category_id": 7, "bbox": [4, 5, 8, 6], "segmentation": [outline]}]
+    ).parent.parent
+    options = {
+        "output": tmp_path / "run", "data.root": root, "model.name": name, "model.kwargs": BACKBONES[name],
+        "data.image_size": 96, "data.batch_size": 2, "data.num_workers": 0, "trainer.devices": 1, "trainer.epochs": 1,
+        "trainer.precision": "32-true", "trainer.accelerator": "cpu", "head.channels": 16, "head.fc_channels": 32,
+        "head.proposals": 30, "head.score_threshold": 0.01, "head.window": 3 * name.startswith("deit"),
+    }  # fmt: skip
+    argv = [f"--{key}={value}" for key, value in options.items()]
+    config = parse_config(Config, read_yaml(recipe_path(f"coco_{head}_tiny")), argv)
+    assert 0 <= train(config)["box_ap"] <= 1
+    weights, save = checkpoint(tmp_path / "run"), tmp_path / "found.json"
+    assert main(["predict", weights, str(root / "val2017"), "--save", str(save)]) == 0
+    assert {record["category_id"] for record in json.loads(save.read_text())} <= {3, 7, 90}
+
+
+def test_a_killed_run_goes_on(small_config: Callable[..., Config], trained: Path, tmp_path: Path) -> None:
+    """SIGKILL amid the second epoch; the same command then ends on the weights of the run that was not killed."""
+    config = small_config(output=tmp_path / "run", trainer__epochs=2, trainer__val_every=2,
+                          trainer__checkpoint_every=5, head__score_threshold=0.01)  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    killer = """
+import os, signal, sys
+from weightformer.cli import main
+from weightformer.tasks.detection.module import DetectionModule
+original, steps = DetectionModule.training_step, []
+def step(self, batch, batch_idx):
+    steps.append(batch_idx)
+    if len(steps) == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, batch, batch_idx)
+DetectionModule.training_step = step
+main(sys.argv[1:])
+"""
+    command = ["train", "--config", str(tmp_path / "config.yaml")]
+    done = subprocess.run([sys.executable, "-c", killer, *command], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "run" / "log.jsonl").read_text().count("val/box_ap")
+    assert main(command) == 0
+    ours, whole = (read_state_dict(checkpoint(folder))["state_dict"] for folder in (tmp_path / "run", trained))
+    for name, value in whole.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("released", [False, True])
 def test_backbone_weights_load_with_one_line(
     small_config: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str], released: bool
@@ -149,8 +212,6 @@ def test_predict_writes_coco_results_and_pictures(trained: Path, scenes: Path, t
         assert decode_mask(record["segmentation"], 64, 64).shape == (64, 64)
         assert Path(record["file_name"]).stem == f"{record['image_id']:012d}"
     config, categories = read_checkpoint(weights)
-    from weightformer.config import parse_config
-
     assert coco_metrics(coco.ground_truth(), results) == pytest.approx(
         evaluate(parse_config(Config, config), weights, categories), abs=1e-6
     )
@@ -199,8 +260,6 @@ def test_predict_odd_files(trained: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_predict_finds_nothing(trained: Path, scenes: Path, tmp_path: Path) -> None:
     config, categories = read_checkpoint(checkpoint(trained))
-    from weightformer.config import parse_config
-
     strict = parse_config(Config, config, ["--head.score_threshold", "1.0"])
     assert evaluate(strict, checkpoint(trained), categories)["box_ap"] == 0.0
     assert predict(strict, checkpoint(trained), categories, [scenes / "val2017"], save=tmp_path / "none.json") == 0
@@ -222,6 +281,7 @@ def test_too_many_pixels_name_the_setting(trained: Path, tmp_path: Path, capsys:
         (["{ckpt}", "{ckpt}", "--save", "out.csv"], "out.csv"),
         (["{ckpt}", "{ckpt}", "--threshold", "2"], "score in"),
         (["{ckpt}", "nowhere.png"], "nowhere.png"),
+        (["nowhere.ckpt", "x.png", "--threshold", "0.2"], "no weight file at nowhere.ckpt"),
         (["{ckpt}", "{ckpt}", "--head.kin", "mask"], "did you mean --head.kind"),
         (["{ckpt}", "{ckpt}", "--top_k", "3"], "--top_k"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +20,7 @@ import yaml
 from PIL import Image
 
 from weightformer.cli import main
-from weightformer.config import parse_config
+from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.models.checkpoint import read_state_dict
 from weightformer.tasks.segmentation import Config, evaluate, read_checkpoint, train
 from weightformer.tasks.segmentation.masks import read_values, to_labels
@@ -117,6 +119,65 @@ def test_a_run_stopped_and_resumed_is_bit_identical(
     contents = [read_state_dict(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("straight", "stopped")]
     for key, value in contents[0]["state_dict"].items():
         assert torch.equal(value, contents[1]["state_dict"][key]), key
+
+
+BACKBONES = {
+    "weightformer_tiny": {"embed_dim": 16, "depth": 4},
+    "deit_tiny_patch16_224": {"embed_dim": 16, "depth": 4, "num_heads": 2},
+    "convnext_atto": {"dims": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+    "pvt_v2_b0": {"embed_dims": [8, 16, 24, 32], "num_heads": [1, 1, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_any_backbone_in_the_recipe(scenes: Path, tmp_path: Path, name: str) -> None:
+    """Steps of training, an evaluation and a prediction under ADE20K's recipe, with the layer decay of Vim's code."""
+    root = tmp_path / "scenes"
+    for split, count in (("training", 6), ("validation", 2)):
+        for kind in ("images", "annotations"):
+            (root / kind / split).mkdir(parents=True)
+            for path in sorted((scenes / kind / split).iterdir())[-count:]:
+                shutil.copy(path, root / kind / split)
+    shutil.copy(scenes / "objectInfo150.txt", root)
+    options = {
+        "output": tmp_path / "run", "data.root": root, "model.name": name, "model.kwargs": BACKBONES[name],
+        "data.short_side": 64, "data.crop_size": 64, "data.batch_size": 2, "data.num_workers": 0, "infer.window": 64,
+        "infer.stride": 43, "trainer.devices": 1, "trainer.epochs": 1, "trainer.accelerator": "cpu",
+        "head.channels": 16, "head.aux_channels": 16, "optim.layer_decay": 0.92,
+    }  # fmt: skip
+    argv = [f"--{key}={value}" for key, value in options.items()]
+    config = parse_config(Config, read_yaml(recipe_path("ade20k_upernet_tiny")), argv)
+    assert train(config)["images"] == 2
+    weights, image = tmp_path / "run" / "checkpoints" / "last.ckpt", root / "images" / "validation" / "020.png"
+    assert main(["predict", str(weights), str(image), "--save", str(tmp_path / "out")]) == 0
+    assert Image.open(tmp_path / "out" / "masks" / "020.png").size == Image.open(image).size
+
+
+def test_a_killed_run_goes_on(tmp_path: Path, content: Callable[..., dict[str, Any]]) -> None:
+    """SIGKILL amid the epoch; the same command then ends on the weights of a run that was not killed."""
+    settings = {name: content(tmp_path / name, trainer__checkpoint_every=4) for name in ("killed", "whole")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings["killed"]))
+    killer = """
+import os, signal, sys
+from weightformer.cli import main
+from weightformer.tasks.segmentation.module import SegmentationModule
+original = SegmentationModule.training_step
+def step(self, batch, batch_idx):
+    if batch_idx == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, batch, batch_idx)
+SegmentationModule.training_step = step
+main(sys.argv[1:])
+"""
+    command = ["train", "--config", str(tmp_path / "config.yaml")]
+    done = subprocess.run([sys.executable, "-c", killer, *command], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert main(command) == 0
+    train(parse_config(Config, settings["whole"]))
+    ours, whole = (read_state_dict(tmp_path / n / "checkpoints" / "last.ckpt")["state_dict"] for n in settings)
+    for key, value in whole.items():
+        assert torch.equal(value, ours[key]), key
 
 
 @pytest.fixture

@@ -113,9 +113,10 @@ def test_norms_in_training(norm: str) -> None:
     assert model(torch.rand(2, 3, 32, 32)).isfinite().all()
 
 
-def test_one_image_a_process_needs_another_norm_than_batch() -> None:
-    model, image = build(norm="batch"), torch.rand(1, 3, 32, 32)
-    with pytest.raises(ValueError, match=r"one image a process; use data\.batch_size 2 or more, or head\.norm: group"):
+@pytest.mark.parametrize(("norm", "where"), [("batch", "a process"), ("sync_batch", "in all")])
+def test_one_image_a_process_needs_another_norm_than_batch(norm: str, where: str) -> None:
+    model, image = build(norm=norm), torch.rand(1, 3, 32, 32)
+    with pytest.raises(ValueError, match=rf"one image {where}; use data\.batch_size 2 or more, or head\.norm: group"):
         model(image)
     model.eval()(image)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -44,10 +43,11 @@ class CocoImage:
 class CocoSet:
     """The images, categories and annotations of one file.
 
-    What COCO's own tools stumble over is mended: a missing ``iscrowd`` is 0, a missing ``id`` or ``area`` is filled in,
-    boxes are clipped to the image, outlines that are none (an odd number of coordinates, fewer than three points,
-    values that are not finite) are left out. An annotation that has no box or no mask left is dropped. One warning
-    names what was dropped.
+    What COCO's own tools stumble over is mended: a missing ``iscrowd`` is 0, a missing ``id`` and a missing or
+    senseless ``area`` are filled in, boxes are clipped to the image. Outlines that are none are left out: an odd number
+    of coordinates, fewer than three points, no width or no height, outside of the image, coordinates that are no
+    numbers or lie further off than the image is large. An annotation that has no box or no mask left is dropped. One
+    warning names what was dropped.
 
     Args:
         path: the JSON file.
@@ -55,15 +55,16 @@ class CocoSet:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no COCO file: it misses a part, an image misses a key, an id occurs twice, or an annotation names an
-            image or a category that is not there. The sentence names the ids.
+        ValueError: no COCO file: it misses a part, an image misses a key, an id is no whole number or occurs twice, an
+            annotation names an image or a category that is not there, or none of the annotations can be used. The
+            sentence names the ids.
     """
 
     def __init__(self, path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         content = _read(self.path)
         categories = {
-            int(_need(c, "id", f"{path}: a category")): str(c.get("name", c["id"])) for c in content["categories"]
+            _integer(c, "id", f"{path}: a category"): str(c.get("name", c["id"])) for c in content["categories"]
         }
         if not categories or len(categories) != len(content["categories"]):
             raise ValueError(f"{path}: its categories are missing or share an id")
@@ -71,7 +72,7 @@ class CocoSet:
         """Names by the file's own ids, in the order of the ids."""
         self.dropped: list[str] = []
         """Annotations that could not be used, with the reason."""
-        records = {int(_need(r, "id", f"{path}: an image")): r for r in content["images"]}
+        records = {_integer(r, "id", f"{path}: an image"): r for r in content["images"]}
         if not records or len(records) != len(content["images"]):
             raise ValueError(f"{path}: its images are missing or share an id")
         by_image = self._mend(content["annotations"], records)
@@ -81,6 +82,8 @@ class CocoSet:
         """Sorted by id."""
         if self.dropped:
             shown = "; ".join(self.dropped[:5]) + ("; ..." if len(self.dropped) > 5 else "")
+            if not by_image:
+                raise ValueError(f"{path}: none of its {len(self.dropped)} annotation(s) can be used: {shown}")
             warnings.warn(f"{path}: {len(self.dropped)} annotation(s) were dropped: {shown}", stacklevel=2)
 
     def ground_truth(self) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class CocoSet:
 
     def _image(self, number: int, record: Any, annotations: Sequence[Annotation], folder: Any) -> CocoImage:
         where = f"{self.path}: image {number}"
-        height, width = (int(_need(record, key, where)) for key in ("height", "width"))
+        height, width = (_integer(record, key, where) for key in ("height", "width"))
         if height < 1 or width < 1:
             raise ValueError(f"{where} has a size of {height} x {width} px")
         file = os.path.join(folder, str(_need(record, "file_name", where)))
@@ -105,7 +108,7 @@ class CocoSet:
         for place, given in enumerate(annotations, 1):
             number = given.get("id", place) if isinstance(given, dict) else place
             where = f"{self.path}: annotation {number}"
-            image_id, category = (_need(given, key, where) for key in ("image_id", "category_id"))
+            image_id, category = (_integer(given, key, where) for key in ("image_id", "category_id"))
             if image_id not in records:
                 raise ValueError(f"{where} is for image {image_id!r}, which the file does not list")
             if category not in self.categories:
@@ -114,19 +117,23 @@ class CocoSet:
                     f"categories are {', '.join(map(str, list(self.categories)[:20]))}"
                 )
             record = records[image_id]
+            height, width = (_integer(record, key, f"{self.path}: image {image_id}") for key in ("height", "width"))
             try:
-                size = int(record["height"]), int(record["width"])
-                box, segmentation = (
-                    _clip(given.get("bbox"), *size),
-                    _mend_segmentation(given.get("segmentation"), *size),
-                )
-                area = float(given["area"]) if "area" in given else float(_mask_area(segmentation, *size))
+                box = _clip(given.get("bbox"), height, width)
+                segmentation = _mend_segmentation(given.get("segmentation"), height, width)
+                crowd = given.get("iscrowd") or 0
+                if crowd not in (0, 1):
+                    raise _UnusableError(f"its iscrowd {crowd!r} is neither 0 nor 1")
+                area = given.get("area")
+                if not _is_number(area) or area < 0:
+                    area = _mask_area(segmentation, height, width)
             except _UnusableError as error:
                 self.dropped.append(f"annotation {number} of image {image_id}: {error}")
                 continue
-            crowd = int(bool(given.get("iscrowd", 0)))
-            known = {"id": number, "image_id": image_id, "category_id": category, "iscrowd": crowd}
-            found.setdefault(image_id, []).append({**known, "bbox": box, "area": area, "segmentation": segmentation})
+            known = {"id": number, "image_id": image_id, "category_id": category, "iscrowd": int(crowd)}
+            found.setdefault(image_id, []).append(
+                {**known, "bbox": box, "area": float(area), "segmentation": segmentation}
+            )
         return found
 
 
@@ -148,15 +155,22 @@ def _read(path: Path) -> dict[str, list[Any]]:
 
 
 def _need(record: Any, key: str, where: str) -> Any:
-    if not isinstance(record, dict) or key not in record:
+    if not isinstance(record, dict) or record.get(key) is None:
         raise ValueError(f"{where} has no {key!r}")
     return record[key]
+
+
+def _integer(record: Any, key: str, where: str) -> int:
+    value = _need(record, key, where)
+    if not _is_number(value) or value != int(value):
+        raise ValueError(f"{where} has {value!r} as its {key!r}, which is no whole number")
+    return int(value)
 
 
 def _clip(box: Any, height: int, width: int) -> list[float]:
     """A box [x, y, width, height] inside the image, as it was where it needs no clipping."""
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
-        raise _UnusableError(f"its box {box!r} is not four finite numbers")
+        raise _UnusableError(f"its box {box!r} is not four numbers of any use")
     x, y, w, h = box
     if w <= 0 or h <= 0:
         raise _UnusableError(f"its box {box} has no area")
@@ -168,7 +182,8 @@ def _clip(box: Any, height: int, width: int) -> list[float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Finite, and small enough that sums of such numbers are."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
 
 
 def _mend_segmentation(segmentation: Any, height: int, width: int) -> list[list[float]] | dict[str, Any]:
@@ -177,14 +192,21 @@ def _mend_segmentation(segmentation: Any, height: int, width: int) -> list[list[
         return _mend_rle(segmentation, height, width)
     if not isinstance(segmentation, list):
         raise _UnusableError("it has no segmentation")
-    outlines = [
-        outline
-        for outline in segmentation
-        if isinstance(outline, list) and len(outline) >= 6 and len(outline) % 2 == 0 and all(map(_is_number, outline))
-    ]
+    outlines = [outline for outline in segmentation if _is_outline(outline, height, width)]
     if not outlines:
-        raise _UnusableError("its segmentation holds no outline of three points or more")
+        raise _UnusableError("its segmentation holds no outline of three points or more around a part of the image")
     return outlines
+
+
+def _is_outline(outline: Any, height: int, width: int) -> bool:
+    if not isinstance(outline, list) or len(outline) < 6 or len(outline) % 2 or not all(map(_is_number, outline)):
+        return False
+    for values, side in ((outline[::2], width), (outline[1::2], height)):
+        low, high = min(values), max(values)
+        # COCO's rasteriser takes memory by the length of an outline, however far from the image it runs.
+        if low == high or high <= 0 or low >= side or low < -side or high > 2 * side:
+            return False
+    return True
 
 
 def _mend_rle(rle: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
@@ -199,7 +221,10 @@ def _mend_rle(rle: Mapping[str, Any], height: int, width: int) -> dict[str, Any]
         counts = counts.decode("ascii")
     if not isinstance(counts, str) or _encoded_length(counts) != height * width:
         raise _UnusableError("its run lengths do not add up to the image")
-    return {"size": [height, width], "counts": counts}
+    rle = {"size": [height, width], "counts": counts}
+    if not coco_mask.area(rle):
+        raise _UnusableError("its run lengths cover no pixel")
+    return rle
 
 
 def _encoded_length(counts: str) -> int:

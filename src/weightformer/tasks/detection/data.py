@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as tv
 
-from weightformer.tasks.classification.images import read_image
+from weightformer.tasks.classification.images import ImageReadError, read_image
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.detection.coco import CocoImage, CocoSet, decode_mask
 from weightformer.tasks.detection.transforms import TrainTransform, fitted_size, resize
@@ -50,6 +51,9 @@ class DataConfig:
     """Images a batch and process."""
     num_workers: int = 0
     """Processes that prepare batches ahead, for each training process; 0 prepares them in the training process."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """Stop at an image that cannot be read, naming it; or pass over it and count it: training takes the next one in its
+    place, evaluation finds nothing in it."""
     max_pixels: int = 89_478_485
     """Refuse images with more pixels than this (the default is Pillow's)."""
 
@@ -66,6 +70,9 @@ class DataConfig:
 class DetectionDataset(Dataset[Any]):
     """The images of a set, a batch at a time.
 
+    An image that cannot be read stops everything, or with ``data.on_bad_image: skip`` is remembered in `skipped`; which
+    one training takes in its place depends on the key alone, so that processes stay in step and a resumed run is exact.
+
     Args:
         coco: the set.
         in_chans: C.
@@ -81,6 +88,12 @@ class DetectionDataset(Dataset[Any]):
         self.images, self.in_chans, self.config, self.seed = coco.images, in_chans, config, seed
         self.labels = {number: label for label, number in enumerate(coco.categories, 1)}  # 0 is the background
         self.normalize, self.transform = normalize, TrainTransform(config, normalize) if train else None
+        self._bad = torch.zeros(len(coco.images), dtype=torch.bool).share_memory_()  # workers write to it
+
+    @property
+    def skipped(self) -> list[str]:
+        """Images passed over so far, by this process or its workers."""
+        return [self.images[place].path for place in self._bad.nonzero().flatten().tolist()]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -88,17 +101,33 @@ class DetectionDataset(Dataset[Any]):
     def __getitems__(self, keys: Sequence[Key]) -> Batch | Exception:
         """The batch of some (epoch, index) keys; an error is returned for `ResumableLoader` to raise."""
         try:
-            items = [self._load(key) for key in keys]
+            items = [item for key in keys if (item := self._load(key))]
         except (ValueError, OSError) as error:
             return error
         return [image for image, _ in items], [known for _, known in items]
 
-    def _load(self, key: Key) -> tuple[Tensor, dict[str, Any]]:
-        record = self.images[key[1]]
+    def _load(self, key: Key) -> tuple[Tensor, dict[str, Any]] | None:
+        """The finished item of a key; nothing where evaluation has to do without it."""
+        attempts = len(self) if self.transform else 1
+        for place in ((key[1] + step) % len(self) for step in range(attempts)):
+            if self._bad[place]:
+                continue
+            try:
+                return self._prepare(self.images[place], key)
+            except ImageReadError as error:
+                if self.config.on_bad_image == "error":
+                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such images)") from error
+                warnings.warn(f"passed over: {error}", stacklevel=2)
+                self._bad[place] = True
+        if self.transform:
+            raise ImageReadError(f"none of the {len(self)} training images can be read")
+        return None
+
+    def _prepare(self, record: CocoImage, key: Key) -> tuple[Tensor, dict[str, Any]]:
         image = read_pixels(record.path, self.in_chans, self.config.max_pixels)
         size = record.height, record.width
         if image.shape[-2:] != size:
-            raise ValueError(
+            raise ImageReadError(
                 f"image {record.id} ({record.path}) has {image.shape[-2]} x {image.shape[-1]} px, its annotations "
                 f"are for {size[0]} x {size[1]}; height and width must be those of the image as it is shown (upright)"
             )
@@ -164,6 +193,7 @@ class DetectionData:
         self.config, self.in_chans, self.seed = config, in_chans, seed
         self.rank, self.world_size = rank, world_size
         self._normalize = Normalize(in_chans, mean, std)
+        self._datasets: list[DetectionDataset] = []
         where, self.categories = (
             ("the model", dict(categories)) if categories else (str(self.train.path), self.train.categories)
         )
@@ -183,6 +213,11 @@ class DetectionData:
     def val(self) -> CocoSet:
         """The validation images and their annotations."""
         return self._open("val")
+
+    @property
+    def skipped(self) -> list[str]:
+        """Images that this process could not read so far (``on_bad_image: skip``)."""
+        return [path for dataset in self._datasets for path in dataset.skipped]
 
     def train_loader(self) -> ResumableLoader:
         """Shuffled, augmented batches, as many on every rank.
@@ -211,6 +246,7 @@ class DetectionData:
             train=train,
             seed=self.seed,
         )
+        self._datasets.append(dataset)
         return build_loader(
             dataset,
             self.config.batch_size,

@@ -92,8 +92,9 @@ class Detector(nn.Module):
         return groups_below(r"trunk\.body", self.trunk.body, coarse)
 
     def no_weight_decay(self) -> set[str]:
-        """The backbone's own exceptions."""
-        return {f"trunk.body.{name}" for name in self.trunk.body.no_weight_decay()}
+        """What the backbone exempts."""
+        exempt: set[str] = getattr(self.trunk.body, "no_weight_decay", set)()  # not every timm model has it
+        return {f"trunk.body.{name}" for name in exempt}
 
     def _run(
         self, images: Tensor, targets: list[dict[str, Tensor]] | None

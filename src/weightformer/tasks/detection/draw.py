@@ -25,19 +25,21 @@ def draw_results(image: Tensor, results: Sequence[Mapping[str, Any]], categories
     """
     height, width = image.shape[-2:]
     factor = max(1, -(-_READABLE // max(height, width)))
-    canvas = np.asarray(_picture(image)).astype(np.float32)
+    pixels = np.asarray(_picture(image)).astype(np.float32)
+    canvas = pixels.copy()
     colors = {number: _color(i, len(categories)) for i, number in enumerate(categories)}
     ordered = sorted(results, key=lambda record: record["score"])
     for record in ordered:
         inside = decode_mask(record["segmentation"], height, width).astype(bool)
-        canvas[inside] = (1 - _OPACITY) * canvas[inside] + _OPACITY * np.array(colors[record["category_id"]])
+        canvas[inside] = (1 - _OPACITY) * pixels[inside] + _OPACITY * np.array(colors[record["category_id"]])
     picture = Image.fromarray(canvas.round().astype(np.uint8))
     picture = picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
     draw, line = ImageDraw.Draw(picture), max(2, max(picture.size) // 400)
     font = ImageFont.load_default(size=max(12, max(picture.size) // 45))
     for record in ordered:
         x, y, w, h = (value * factor for value in record["bbox"])
-        draw.rectangle((x, y, x + w, y + h), outline=colors[record["category_id"]], width=line)
+        right, bottom = min(x + w, picture.width - 1), min(y + h, picture.height - 1)
+        draw.rectangle((x, y, max(x, right), max(y, bottom)), outline=colors[record["category_id"]], width=line)
     for record in ordered:  # names last, so that no box crosses them
         _write_name(draw, record, categories, colors[record["category_id"]], factor, font)
     return picture

@@ -15,7 +15,14 @@ from weightformer.tasks.detection.data import DetectionData
 from weightformer.tasks.detection.metrics import CocoMetrics
 from weightformer.tasks.detection.module import DetectionModule
 from weightformer.training.engine import build_trainer, claim_output
-from weightformer.training.runs import data_arguments, fit, read_stored, schedule_counts, without_start_weights
+from weightformer.training.runs import (
+    data_arguments,
+    fit,
+    read_stored,
+    report_skipped,
+    schedule_counts,
+    without_start_weights,
+)
 
 __all__ = ["evaluate", "read_checkpoint", "train"]
 
@@ -39,6 +46,7 @@ def train(config: DetectionConfig) -> dict[str, float]:
         config, data.categories, CocoMetrics(data.val), **schedule_counts(config, trainer, train_loader)
     )
     fit(trainer, module, train_loader, val_loader, folder)
+    report_skipped(data.skipped)
     return module.result
 
 
@@ -60,6 +68,7 @@ def evaluate(
     module = DetectionModule(without_start_weights(config), data.categories, CocoMetrics(data.val))
     load_weights(module.model, weights)
     trainer.validate(module, data.val_loader(), verbose=False)
+    report_skipped(data.skipped)
     return module.result
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -40,7 +41,7 @@ def build_norm(name: str) -> Norm:
             raise ValueError(f"norm: group needs channels in multiples of {_GROUP_CHANNELS}, got {channels}")
         return nn.GroupNorm(channels // _GROUP_CHANNELS, channels)
 
-    norms: dict[str, Norm] = {"batch": _BatchNorm, "sync_batch": nn.SyncBatchNorm, "group": group}
+    norms: dict[str, Norm] = {"batch": _BatchNorm, "sync_batch": _SyncBatchNorm, "group": group}
     if name not in norms:
         raise ValueError(f"unknown norm {name!r}; choose one of {', '.join(norms)}")
     return norms[name]
@@ -54,6 +55,19 @@ class _BatchNorm(nn.BatchNorm2d):
             raise ValueError(
                 "norm: batch cannot train on one image a process; use data.batch_size 2 or more, or head.norm: group "
                 "(on several GPUs sync_batch), or call eval() first"
+            )
+        return super().forward(input)
+
+
+class _SyncBatchNorm(nn.SyncBatchNorm):
+    """Likewise where there is one process."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if self.training and alone and input.numel() == input.shape[1]:
+            raise ValueError(
+                "norm: sync_batch cannot train on one image in all; use data.batch_size 2 or more, or head.norm: group, "
+                "or call eval() first"
             )
         return super().forward(input)
 
