@@ -102,13 +102,13 @@ EXPERIMENTS = [
     Experiment(
         "strategies",
         "weightformer ablate strategies --workers 2",
-        "84 runs, two to four CPU minutes each",
+        "84 runs, about a CPU minute each",
         _grid("strategies"),
     ),
     Experiment(
         "stability",
         "weightformer ablate stability --workers 2",
-        "36 runs, about a CPU minute and a half each",
+        "36 runs, about a CPU minute each",
         _grid("stability"),
     ),
     Experiment(
