@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from weightformer.analysis.ablate import (
 from weightformer.cli import main
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.tasks.classification import Config
+from weightformer.tasks.classification.module import build_model
 
 SMALL = {
     "recipe": "digits",
@@ -71,6 +76,19 @@ def test_the_strategies_grid_holds_what_the_paper_compares() -> None:
     assert {k.get("linear_predictor") for k in kwargs} == {None, "gap", "linear", "nonlinear", "deep"}
     assert {k.get("conv_predictor") for k in kwargs} == {None, "gap", "amp_dir", "conv"}
     assert all(k["depth"] <= 6 for k in kwargs), "deeper static twins see two items at once"
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_twins_have_the_same_tokens_width_and_depth(quick: bool) -> None:
+    """A ViT's default patch of 16 px would leave it four tokens of an image of 28 px."""
+    sizes: dict[str, set[tuple[Any, ...]]] = {}
+    for run in expand(read_grid("strategies", quick=quick), "*/0"):
+        config = parse_config(Config, run.content)
+        model: Any = build_model(config.model, 10, config.data.image_size)
+        size = (model.patch_embed.proj.kernel_size, model.embed_dim, len(model.blocks))
+        sizes.setdefault(run.task, set()).add(size)
+    assert sizes
+    assert all(len(found) == 1 for found in sizes.values()), sizes
 
 
 @pytest.mark.parametrize("name", grids())
@@ -152,6 +170,31 @@ def test_results_of_a_grid(finished: Path) -> None:
     assert "Two seeds a variant is little" in text
     assert "<svg" in (finished / "digits.svg").read_text()
     assert "epoch 1/1" in (finished / "digits" / "static" / "1" / "console.log").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for the workers in Linux's /proc")
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """They would go on in folders that the same command, started again, writes to."""
+    endless = {**SMALL, "trainer": {**SMALL["trainer"], "epochs": 10_000}}
+    content = {"output": str(tmp_path / "out"), "tasks": {"digits": endless}, "variants": {"released": {}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(content))
+    command = [sys.executable, "-m", "weightformer", "ablate", str(tmp_path / "grid.yaml"), "--workers", "2"]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(list(tmp_path.rglob("log.jsonl"))) == 2)
+        workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert len(workers) >= 2
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
 
 
 def test_a_run_with_other_settings_is_not_overwritten(finished: Path) -> None:

@@ -15,6 +15,7 @@ import re
 import shlex
 import statistics
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -401,7 +402,7 @@ def _execute_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, dict[
         yield from ((run, execute(run)) for run in runs)
         return
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_one_thread) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_prepare_worker) as pool:
         futures = {pool.submit(execute, run): run for run in runs}
         try:
             for future in concurrent.futures.as_completed(futures):
@@ -411,11 +412,20 @@ def _execute_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, dict[
             raise
 
 
-def _one_thread() -> None:
+def _prepare_worker() -> None:
+    """One thread, and no life beyond the parent's: the same command again must find nobody at work in its folders."""
     import torch
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*(LeafSpec|does not have many workers|exists and is not empty).*")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def execute(run: Run) -> dict[str, Any]:
