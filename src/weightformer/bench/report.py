@@ -142,7 +142,8 @@ def _curves(results: dict[str, Any], case: str, key: str = "value") -> Curves:
 def _flop_curves(results: dict[str, Any]) -> Curves:
     curves: dict[str, dict[float, float]] = {}
     for row in results["rows"]:
-        curves.setdefault(row["model"], {})[row["size"] ** 2] = row["gflop"]
+        if row["gflop"] > 0:  # a peer's own operators may not be counted
+            curves.setdefault(row["model"], {})[row["size"] ** 2] = row["gflop"]
     return {model: sorted(points.items()) for model, points in curves.items() if len(points) > 1}
 
 

@@ -172,7 +172,7 @@ def untouched(parts: Mapping[nn.Module, type[nn.Module]]) -> bool:
 
     Not in a graph captured to be exported, nor where someone hooked, replaced, parametrised or off-loaded a module.
     """
-    return not exporting() and all(
+    return not (exporting() or torch.nn.modules.module._has_any_global_hook()) and all(
         type(module) is kind
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and "forward" not in vars(module)

@@ -177,8 +177,10 @@ class WeightFormer(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) to normalised tokens (B, H, W, C)."""
         x = self.embed_norm(self.patch_embed(x))
-        # Tokens that only the next block sees may be overwritten by it; a hook might keep them.
-        unseen = untouched({self.embed_norm: nn.LayerNorm, **dict.fromkeys(self.blocks, Block)})
+        # A block may overwrite tokens that nothing else sees: a hook might keep them, or a graph that torch.fx traces.
+        unseen = isinstance(x, Tensor) and untouched(
+            {self.embed_norm: nn.LayerNorm, **dict.fromkeys(self.blocks, Block)}
+        )
         for block in self.blocks:
             x = self._run_block(block, x, overwrite_x=unseen)
         return self.norm(x)
