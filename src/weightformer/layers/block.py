@@ -155,7 +155,7 @@ class Block(nn.Module):
             window = torch.cat((above, x[:, rows.start : rows.stop + halo]), dim=1)
             inside = slice(above.shape[1], above.shape[1] + rows.stop - rows.start)
             z, y = self._mix(window, kernel)
-            above = window[:, inside][:, -halo:].clone()  # before its rows in x are overwritten
+            above = window[:, inside][:, -halo:].clone()  # a copy: the window is freed
             out[:, rows] = z[:, inside]
             del window, z
             yield rows, y[:, inside]
