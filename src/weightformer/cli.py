@@ -192,7 +192,7 @@ def _large_arguments(task: Any) -> Arguments:
     """Options for images too large for memory, of a task that can stream."""
     if not hasattr(task, "LargeOptions"):
         return []
-    first, *others = task.RESULTS
+    first, *others = task.LargeOptions.RESULTS
     texts = {name: text for name, (_, _, text) in _STREAM.items()} | {
         "result": f"{first} (default), {', '.join(others)}"
     }

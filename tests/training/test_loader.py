@@ -363,6 +363,7 @@ def loader(num_items, train):
     return ResumableLoader(Images(), sampler, 1, collate_fn=lambda batch: batch)
 
 trainer.fit(Module(), loader(4, True), [loader(1, False), loader(21, False)])
+torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
 """
 
 

@@ -17,7 +17,7 @@ from timm.models.convnext import ConvNeXtBlock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weightformer.models.weightformer import PatchEmbed
+from weightformer.models.weightformer import PatchEmbed, feature_indices
 
 __all__ = ["ConvNeXtIsotropic"]
 
@@ -114,7 +114,7 @@ class ConvNeXtIsotropic(nn.Module):
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take = self._take_indices(indices)
+        take = feature_indices(indices, len(self.blocks))
         maps = self._run(x, max(take) + 1 if stop_early else len(self.blocks))
         taken = [self.norm(m.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if norm else m for m in (maps[i] for i in take)]
         return taken if intermediates_only else (maps[-1], taken)
@@ -123,7 +123,7 @@ class ConvNeXtIsotropic(nn.Module):
         self, indices: int | Sequence[int] | None = None, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop what `forward_intermediates` does not need for these indices; returns them as positive numbers."""
-        take = self._take_indices(indices)
+        take = feature_indices(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
         if prune_norm:
             self.norm = nn.Identity()
@@ -173,14 +173,6 @@ class ConvNeXtIsotropic(nn.Module):
                 x = block(x)
             maps.append(x)
         return maps
-
-    def _take_indices(self, indices: int | Sequence[int] | None) -> list[int]:
-        depth = len(self.blocks)
-        wanted = range(depth) if indices is None else range(-indices, 0) if isinstance(indices, int) else indices
-        take = [i + depth if i < 0 else i for i in wanted]
-        if not take or any(not 0 <= i < depth for i in take):
-            raise ValueError(f"feature indices {indices!r} are out of range for {depth} blocks")
-        return take
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from timm.models.pvt_v2 import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weightformer.models.weightformer import PatchEmbed
+from weightformer.models.weightformer import PatchEmbed, feature_indices
 
 __all__ = ["PyramidVisionTransformer"]
 
@@ -181,7 +181,7 @@ class PyramidVisionTransformer(nn.Module):
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take = self._take_indices(indices)
+        take = feature_indices(indices, len(self.stages), "stages")
         tokens, maps = self._run(x, max(take) + 1 if stop_early else len(self.stages), norm)
         intermediates = [maps[i] for i in take]
         if intermediates_only:
@@ -192,7 +192,7 @@ class PyramidVisionTransformer(nn.Module):
         self, indices: int | Sequence[int] | None = None, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop what `forward_intermediates` does not need for these indices; returns them as positive numbers."""
-        take = self._take_indices(indices)
+        take = feature_indices(indices, len(self.stages), "stages")
         if max(take) + 1 < len(self.stages):
             self.stages, self.cls_token = self.stages[: max(take) + 1], None
         if prune_norm:
@@ -250,14 +250,6 @@ class PyramidVisionTransformer(nn.Module):
             x = (grid[:, 1:] if last else grid).transpose(1, 2).unflatten(2, size)
             maps.append(x)
         return tokens, maps
-
-    def _take_indices(self, indices: int | Sequence[int] | None) -> list[int]:
-        count = len(self.stages)
-        wanted = range(count) if indices is None else range(-indices, 0) if isinstance(indices, int) else indices
-        take = [i + count if i < 0 else i for i in wanted]
-        if not take or any(not 0 <= i < count for i in take):
-            raise ValueError(f"feature indices {indices!r} are out of range for {count} stages")
-        return take
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

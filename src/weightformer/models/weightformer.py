@@ -25,7 +25,7 @@ from weightformer.layers.block import untouched
 from weightformer.models.checkpoint import unwrap
 from weightformer.ops.dispatch import capturing
 
-__all__ = ["PatchEmbed", "WeightFormer"]
+__all__ = ["PatchEmbed", "WeightFormer", "feature_indices"]
 
 
 register_notrace_module(Block)
@@ -224,7 +224,7 @@ class WeightFormer(nn.Module):
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
-        take = self._take_indices(indices)
+        take = feature_indices(indices, len(self.blocks))
         intermediates = []
         x = self.embed_norm(self.patch_embed(x))
         blocks = self.blocks[: max(take) + 1] if stop_early else self.blocks
@@ -243,7 +243,7 @@ class WeightFormer(nn.Module):
         self, indices: int | Sequence[int] | None = None, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop what `forward_intermediates` does not need for these indices; returns them as positive numbers."""
-        take = self._take_indices(indices)
+        take = feature_indices(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
         if prune_norm:
             self.norm = nn.Identity()
@@ -288,15 +288,25 @@ class WeightFormer(nn.Module):
             return checkpoint(block, x, use_reentrant=False)
         return block(x, overwrite_x=True) if overwrite_x else block(x)
 
-    def _take_indices(self, indices: int | Sequence[int] | None) -> list[int]:
-        depth = len(self.blocks)
-        if indices is None:
-            return list(range(depth))
-        wanted = range(-indices, 0) if isinstance(indices, int) else indices
-        take = [i + depth if i < 0 else i for i in wanted]
-        if not take or any(not 0 <= i < depth for i in take):
-            raise ValueError(f"feature indices {indices!r} are out of range for {depth} blocks")
-        return take
+
+def feature_indices(indices: int | Sequence[int] | None, count: int, parts: str = "blocks") -> list[int]:
+    """Which of a model's parts `forward_intermediates` is to return, as positive numbers.
+
+    Args:
+        indices: numbers, negative ones counted from the end; how many of the last; None for all.
+        count: how many parts there are.
+        parts: what they are called.
+
+    Raises:
+        ValueError: none wanted, or one that does not exist.
+    """
+    if indices is None:
+        return list(range(count))
+    wanted = range(-indices, 0) if isinstance(indices, int) else indices
+    take = [i + count if i < 0 else i for i in wanted]
+    if not take or any(not 0 <= i < count for i in take):
+        raise ValueError(f"feature indices {indices!r} are out of range for {count} {parts}")
+    return take
 
 
 def _check_global_pool(global_pool: str) -> None:

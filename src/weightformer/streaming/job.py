@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,10 @@ from weightformer.streaming.errors import PeerError
 from weightformer.streaming.progress import job_bar
 from weightformer.streaming.rows import least, together
 from weightformer.streaming.run import check_arguments, digest, stream
-from weightformer.streaming.sources import open_source
-from weightformer.streaming.workspace import read_tensors, write_whole
+from weightformer.streaming.sources import find_sources, open_source
+from weightformer.streaming.workspace import as_bytes, read_tensors, write_whole
 
-__all__ = ["Streamed", "check_save", "show_saved", "stream_files"]
+__all__ = ["StreamOptions", "Streamed", "show_saved", "stream_files"]
 
 # What one image may fail of, a lack of memory (a RuntimeError of torch's) and another process among them.
 _FAILURES = (OSError, ValueError, ImportError, MemoryError, RuntimeError)
@@ -44,6 +44,48 @@ class Streamed:
     """What `weightformer.streaming.stream` returned; ``None`` if it failed."""
     error: str = ""
     """Why it failed."""
+
+
+@dataclass
+class StreamOptions:
+    """How images are streamed and what is wanted of them; a task's options are a subclass with its ``RESULTS``."""
+
+    RESULTS: ClassVar[Mapping[str, Sequence[str]]]
+    """What can be asked for, and the kinds of path it is written to; ``""`` among them: the terminal will do."""
+
+    result: str
+    """One of ``RESULTS``."""
+    save: str | None = None
+    """Where to; a path for dense results has {name} in it for several images."""
+    strip_rows: int = 16
+    """Token rows computed together."""
+    memory: str | None = None
+    """Tokens that exceed so many bytes (such as 2GiB) go to disk; by default half of the memory."""
+    workspace: str | None = None
+    """Folder from which the same command resumes after a kill."""
+    tiles: bool = False
+    """Whether a folder given is one image, cut into tiles."""
+
+    def __post_init__(self) -> None:
+        if self.result not in self.RESULTS:
+            raise ValueError(f"the result must be one of {', '.join(self.RESULTS)}, got {self.result!r}")
+        if self.memory is not None:
+            as_bytes(self.memory)
+
+    def find(self, images: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
+        """Paths of the images by name, see `weightformer.streaming.sources.find_sources`.
+
+        Raises:
+            FileNotFoundError: a path that does not exist, or folders without any image.
+            ValueError: the result is not written to a path of this kind.
+        """
+        kinds = self.RESULTS[self.result]
+        if Path(self.save or "").suffix not in kinds:
+            raise ValueError(
+                f"{self.result} are written to a {' or '.join(filter(None, kinds))} path: "
+                + (f"{self.save} is none" if self.save else "give one with --save")
+            )
+        return find_sources(images, tiles=self.tiles)
 
 
 def stream_files(
@@ -103,15 +145,6 @@ def stream_files(
             yield result
     for record in () if failed else records:
         record.unlink()
-
-
-def check_save(result: str, kinds: Sequence[str], save: str | None) -> None:
-    """Raise ValueError if a result is not written to a path of this kind; ``""`` among the kinds allows none."""
-    if Path(save or "").suffix not in kinds:
-        raise ValueError(
-            f"{result} are written to a {' or '.join(filter(None, kinds))} path: "
-            + (f"{save} is none" if save else "give one with --save")
-        )
 
 
 def show_saved(rows: Iterable[tuple[str, str, str]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def build_trainer(
         monitor: metric that decides which checkpoint is the best; larger is better.
         callbacks: further ones of the task.
     """
+    atexit.register(_leave_group)
     callbacks = [*(callbacks or []), ProgressBar()]
     loggers: list[Any] = []
     if folder is not None:
@@ -136,3 +138,9 @@ def build_trainer(
         enable_checkpointing=folder is not None,
         enable_model_summary=False,
     )
+
+
+def _leave_group() -> None:
+    """Lightning leaves the process group open; its threads must not outlive the interpreter."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

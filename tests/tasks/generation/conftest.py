@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from weightformer.config import parse_config
+from weightformer.config import parse_config, read_yaml, recipe_path
+from weightformer.tasks import classification
 from weightformer.tasks.generation import Config, train
 
 TWIN: dict[str, Any] = {"name": "dit", "kwargs": {"patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2}}
@@ -52,6 +53,19 @@ def twin(tmp_path_factory: pytest.TempPathFactory, tiny_run: dict[str, Any]) -> 
 def trained(request: pytest.FixtureRequest) -> Path:
     """Either."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a classifier of digits at 16 px, to score with."""
+    folder = tmp_path_factory.mktemp("classifier")
+    options = {
+        "output": folder, "data.image_size": 16, "model.kwargs": "{'embed_dim': 16, 'depth': 2}",
+        "trainer.epochs": 4, "trainer.val_every": 4, "trainer.accelerator": "cpu", "optim.lr": 5e-3,
+    }  # fmt: skip
+    argv = [f"--{key}={value}" for key, value in options.items()]
+    classification.train(parse_config(classification.Config, read_yaml(recipe_path("digits")), argv))
+    return folder / "checkpoints" / "last.ckpt"
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weightformer.config import parse_config, read_yaml, recipe_path
+from weightformer.config import parse_config
 from weightformer.tasks import classification
 from weightformer.tasks.classification.sources import load_digits
 from weightformer.tasks.generation.metrics import (
@@ -106,19 +106,6 @@ def test_spread() -> None:
     assert spread(10, 5).tolist() == [0, 2, 4, 6, 8]
     assert spread(3, 5).tolist() == [0, 1, 2]
     assert spread(0, 5).tolist() == []
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a classifier of digits at 16 px."""
-    folder = tmp_path_factory.mktemp("classifier")
-    options = {
-        "output": folder, "data.image_size": 16, "model.kwargs": "{'embed_dim': 16, 'depth': 2}",
-        "trainer.epochs": 4, "trainer.val_every": 4, "trainer.accelerator": "cpu", "optim.lr": 5e-3,
-    }  # fmt: skip
-    argv = [f"--{key}={value}" for key, value in options.items()]
-    classification.train(parse_config(classification.Config, read_yaml(recipe_path("digits")), argv))
-    return folder / "checkpoints" / "last.ckpt"
 
 
 def test_a_classifier_sees_images_as_it_does_in_evaluation(classifier: Path) -> None:

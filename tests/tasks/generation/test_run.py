@@ -17,26 +17,12 @@ import torch
 import yaml
 
 from weightformer.cli import main
-from weightformer.config import parse_config, read_yaml, recipe_path
+from weightformer.config import parse_config
 from weightformer.models.checkpoint import read_state_dict
-from weightformer.tasks import classification
 from weightformer.tasks.generation import Config, WeightFormerPipeline, evaluate, read_checkpoint, train
 from weightformer.tasks.generation.run import PREDICT_ARGUMENTS
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def scorer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of a classifier of digits."""
-    folder = tmp_path_factory.mktemp("scorer")
-    options = {
-        "output": folder, "data.image_size": 16, "model.kwargs": "{'embed_dim': 16, 'depth': 2}",
-        "trainer.epochs": 3, "trainer.val_every": 3, "trainer.accelerator": "cpu", "optim.lr": 5e-3,
-    }  # fmt: skip
-    argv = [f"--{key}={value}" for key, value in options.items()]
-    classification.train(parse_config(classification.Config, read_yaml(recipe_path("digits")), argv))
-    return str(folder / "checkpoints" / "last.ckpt")
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -135,9 +121,9 @@ def test_sampling_and_scoring_may_change_on_resume(trained: Path, tiny_run: dict
         train(config)
 
 
-def test_scores(trained: Path, scorer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores(trained: Path, classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
-    argv = ["eval", checkpoint, "--json", "--score.features", scorer]
+    argv = ["eval", checkpoint, "--json", "--score.features", str(classifier)]
     assert main(argv) == 0
     result = json.loads(capsys.readouterr().out)
     for name in ("fid", "kid", "inception_score", "precision", "recall", "accuracy", "accuracy_worst"):
@@ -155,29 +141,31 @@ def test_scores(trained: Path, scorer: str, capsys: pytest.CaptureFixture[str]) 
     assert json.loads((folder / "scores.json").read_text()) == result
 
 
-def test_scores_are_the_same_for_two_processes(ours: Path, scorer: str, tmp_path: Path) -> None:
+def test_scores_are_the_same_for_two_processes(ours: Path, classifier: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes((ours / "checkpoints" / "last.ckpt").read_bytes())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "weightformer", "eval", str(checkpoint), "--json"]
-    command += ["--score.features", scorer, "--score.num_samples", "21"]
+    command += ["--score.features", str(classifier), "--score.num_samples", "21"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
     two = json.loads(done.stdout.splitlines()[-1])
     content, names = read_checkpoint(checkpoint)
-    options = ["--score.features", scorer, "--score.num_samples", "21"]
+    options = ["--score.features", str(classifier), "--score.num_samples", "21"]
     one = evaluate(parse_config(Config, content, options), ours / "checkpoints" / "last.ckpt", names)
     assert one["samples"] == two["samples"] == 21
     assert one["fid"] == pytest.approx(two["fid"], rel=0.01)
 
 
-def test_a_weight_file_is_scored_with_its_recipe(ours: Path, scorer: str, tiny_run: dict[str, Any]) -> None:
+def test_a_weight_file_is_scored_with_its_recipe(ours: Path, classifier: Path, tiny_run: dict[str, Any]) -> None:
     weights = ours / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
-    config = parse_config(Config, tiny_run, ["--score.features", scorer])
+    config = parse_config(Config, tiny_run, ["--score.features", str(classifier)])
     one = evaluate(config, weights)
     content, names = read_checkpoint(ours / "checkpoints" / "last.ckpt")
-    other = evaluate(parse_config(Config, content, ["--score.features", scorer]), ours / "checkpoints/last.ckpt", names)
+    other = evaluate(
+        parse_config(Config, content, ["--score.features", str(classifier)]), ours / "checkpoints/last.ckpt", names
+    )
     assert one["fid"] == other["fid"]
 
 
@@ -260,6 +248,6 @@ def test_no_verb_runs_code(verb: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not Path("hostile_marker").exists()
 
 
-def test_a_classifiers_checkpoint_is_refused(scorer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", scorer]) == 2
+def test_a_classifiers_checkpoint_is_refused(classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(classifier)]) == 2
     assert "no training checkpoint of a generator" in capsys.readouterr().err

@@ -5,53 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from weightformer.streaming import find_sources, stream_files
-from weightformer.streaming.job import check_save, show_saved
+from weightformer.streaming import stream_files
+from weightformer.streaming.job import StreamOptions, show_saved
 from weightformer.streaming.rows import launched
-from weightformer.streaming.workspace import as_bytes
 from weightformer.tasks.classification.config import ClassificationConfig
 from weightformer.tasks.classification.predict import Prediction, load_model, ranked, write_predictions
 
-__all__ = ["RESULTS", "LargeClassifier", "LargeOptions", "predict_large"]
-
-# What can be asked for, and the kinds of file it is written to; classes may go to the terminal.
-RESULTS = {
-    "classes": ("", ".csv", ".json"),
-    "logits": (".csv", ".json"),
-    "pooled": (".csv", ".json"),
-    "features": (".npy", ".zarr"),
-}
+__all__ = ["LargeClassifier", "LargeOptions", "predict_large"]
 
 
 @dataclass
-class LargeOptions:
-    """How images are streamed and what is wanted of them."""
+class LargeOptions(StreamOptions):
+    """What is wanted of streamed images."""
 
+    RESULTS: ClassVar = {
+        "classes": ("", ".csv", ".json"),
+        "logits": (".csv", ".json"),
+        "pooled": (".csv", ".json"),
+        "features": (".npy", ".zarr"),
+    }
     result: str = "classes"
     """classes, logits, pooled (the mean token) or features (every final token, to a file)."""
-    save: str | None = None
-    """A .csv or .json file; for features a .npy or .zarr path, with {name} in it for several images."""
     top_k: int = 5
     """Classes to report for an image."""
-    strip_rows: int = 16
-    """Token rows computed together."""
-    memory: str | None = None
-    """Tokens that exceed so many bytes (such as 2GiB) go to disk; by default half of the memory."""
-    workspace: str | None = None
-    """Folder from which the same command resumes after a kill."""
-    tiles: bool = False
-    """Whether a folder given is one image, cut into tiles."""
-
-    def __post_init__(self) -> None:
-        if self.result not in RESULTS:
-            raise ValueError(f"the result must be one of {', '.join(RESULTS)}, got {self.result!r}")
-        if self.memory is not None:
-            as_bytes(self.memory)
 
 
 class LargeClassifier:
@@ -117,8 +98,7 @@ def predict_large(
         FileNotFoundError: a path that does not exist, or folders without any image.
         ValueError: a model that cannot be streamed, or an option that does not fit.
     """
-    check_save(options.result, RESULTS[options.result], options.save)
-    found = find_sources(images, tiles=options.tiles)
+    found = options.find(images)
     classify = LargeClassifier(config, weights, class_names, options)
     with launched() as (group, rank):
         rows = classify(found, progress=rank == 0, group=group)

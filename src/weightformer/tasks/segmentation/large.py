@@ -5,43 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from weightformer.models.checkpoint import load_weights
-from weightformer.streaming import find_sources, stream_files
-from weightformer.streaming.job import check_save, show_saved
-from weightformer.streaming.workspace import as_bytes
+from weightformer.streaming import stream_files
+from weightformer.streaming.job import StreamOptions, show_saved
 from weightformer.tasks.segmentation.config import SegmentationConfig
 from weightformer.tasks.segmentation.module import SegmentationModule
 from weightformer.training.runs import inference_device, normalization, without_start_weights
 
-__all__ = ["RESULTS", "LargeOptions", "predict_large"]
-
-RESULTS = {"segmentation": (".npy", ".zarr"), "logits": (".npy", ".zarr")}
+__all__ = ["LargeOptions", "predict_large"]
 
 
 @dataclass
-class LargeOptions:
-    """How images are streamed and what is wanted of them."""
+class LargeOptions(StreamOptions):
+    """What is wanted of streamed images."""
 
+    RESULTS: ClassVar = {"segmentation": (".npy", ".zarr"), "logits": (".npy", ".zarr")}
     result: str = "segmentation"
     """segmentation (the class of every pixel, counted from 0) or logits."""
-    save: str | None = None
-    """A .npy or .zarr path, with {name} in it for several images."""
-    strip_rows: int = 16
-    """Token rows computed together."""
-    memory: str | None = None
-    """Tokens that exceed so many bytes (such as 2GiB) go to disk; by default half of the memory."""
-    workspace: str | None = None
-    """Folder from which the same command resumes after a kill."""
-    tiles: bool = False
-    """Whether a folder given is one image, cut into tiles."""
-
-    def __post_init__(self) -> None:
-        if self.result not in RESULTS:
-            raise ValueError(f"the result must be one of {', '.join(RESULTS)}, got {self.result!r}")
-        if self.memory is not None:
-            as_bytes(self.memory)
 
 
 def predict_large(
@@ -60,8 +42,7 @@ def predict_large(
         FileNotFoundError: a path that does not exist, or folders without any image.
         ValueError: a model that cannot be streamed, or an option that does not fit.
     """
-    check_save(options.result, RESULTS[options.result], options.save)
-    found = find_sources(images, tiles=options.tiles)
+    found = options.find(images)
     module = SegmentationModule(without_start_weights(config), list(class_names))
     load_weights(module.model, weights)
     backbone: Any = module.model.backbone
