@@ -1,7 +1,7 @@
 """Peak memory of one step beyond the weights and the input, by two measures, the same for every model.
 
 What the process needs: on a CPU, how far the resident set rises above that before the step, in a process of its own
-that has run the model at `WARM_SIZE` px and returned what it freed. So the libraries' code and threads are not charged
+that has run the model at `WARM_SIZE` px and gave back what that freed. So the libraries' code and threads are not charged
 to the image; kernels that a library compiles for this image size are, and so is what the C allocator cannot reuse.
 
 What tensors need: the sum of their bytes at the fullest moment, which is the same in every run. On a CPU the profiler
@@ -86,7 +86,8 @@ def measure(
         return step
 
     with contender.active(), address_space_limit(target):
-        step_at(min(size, WARM_SIZE), 1)()
+        warm = step_at(min(size, WARM_SIZE), 1)  # kept to the end: weights freed here would leave holes to be filled
+        warm()
         step = step_at(size, batch)
         gc.collect()
         before = _reset_peak(target)
