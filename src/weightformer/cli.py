@@ -373,7 +373,11 @@ def _recipe(argv: Sequence[str], stored: bool = False) -> tuple[Any, Mapping[str
     name = known.task or content.get("task") or (_stored_task(argv) if stored else None) or "classification"
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; choose one of {', '.join(TASKS)}")
-    return _import(TASKS[name], _extra(name)), content, known.config or ""
+    task = _import(TASKS[name], _extra(name))
+    words = [word for word in argv if word.endswith(".ckpt") and not word.startswith("-")] if stored else []
+    if missing := [word for word in words if not Path(word).is_file()]:
+        raise FileNotFoundError(f"no weight file at {missing[0]}")  # else its task's own options would be unknown
+    return task, content, known.config or ""
 
 
 def _extra(task: str) -> str:
@@ -392,17 +396,11 @@ def _import(module: str, extra: str) -> Any:
 
 
 def _stored_task(argv: Sequence[str]) -> str | None:
-    """The task of the first training checkpoint among the arguments, if one is there and can be read.
-
-    Raises:
-        FileNotFoundError: it does not exist; without it, a task's own options would be called unknown.
-    """
+    """The task of the first training checkpoint among the arguments, if one is there and can be read."""
     from weightformer.models.checkpoint import read_state_dict
 
     for word in argv:
-        if word.endswith(".ckpt") and not word.startswith("-"):
-            if not Path(word).is_file():
-                raise FileNotFoundError(f"no weight file at {word}")
+        if word.endswith(".ckpt") and Path(word).is_file():
             try:
                 return read_state_dict(word)["hyper_parameters"]["config"]["task"]
             except (ValueError, KeyError, TypeError):  # the task says what is wrong with the file

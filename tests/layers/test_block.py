@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from weightformer import layers
 from weightformer.layers import Block, DepthwiseConv2d, DynamicDepthwiseConv2d, DynamicLinear
 
 
@@ -90,6 +91,38 @@ def test_fused_and_plain_blocks_are_one_function(kwargs: dict[str, Any]) -> None
         results.append([out.detach(), tokens.grad, *(p.grad for p in block.parameters())])
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def narrow_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers.block, "_STRIP_TOKENS", 1)
+    monkeypatch.setattr(layers.block, "_STRIP_ROWS", 2)
+
+
+@pytest.mark.usefixtures("narrow_strips")
+@pytest.mark.parametrize("height", [1, 4, 7])
+@pytest.mark.parametrize("kwargs", BLOCKS, ids=lambda kwargs: "-".join(map(str, kwargs.values())) or "static")
+def test_strips_are_the_whole(kwargs: dict[str, Any], height: int) -> None:
+    torch.manual_seed(0)
+    block, x = Block(8, **kwargs).double().eval(), torch.randn(2, height, 5, 8, dtype=torch.float64)
+    expected, before = block(x), x.clone()
+    with torch.no_grad():
+        strips = len(block._strips(x))
+        assert strips == (1 if kwargs.get("linear_predictor") == "gap" else (height + 1) // 2)
+        torch.testing.assert_close(block(x), expected)
+        torch.testing.assert_close(block(x.transpose(1, 2).contiguous().transpose(1, 2)), expected)
+        assert torch.equal(x, before)
+        out = block(x, overwrite_x=True)
+    torch.testing.assert_close(out, expected)
+    assert (out.data_ptr() == x.data_ptr()) == (strips > 1)
+
+
+@pytest.mark.usefixtures("narrow_strips")
+def test_tokens_are_kept_where_a_gradient_is_recorded() -> None:
+    block, x = Block(8).eval(), torch.randn(1, 6, 5, 8)
+    before = x.clone()
+    block(x, overwrite_x=True).sum().backward()
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("part", ["conv", "norm2", "fc1", "act", "fc2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -16,12 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from timm.data import resolve_data_config
+from timm.models import create_feature_extractor
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import assert_close
 from weightformer import ops
+from weightformer.bench.memory import tensor_bytes
 from weightformer.layers import (
     CONV_PREDICTORS,
     LINEAR_PREDICTORS,
@@ -78,8 +81,12 @@ def test_golden_sees_a_planted_fault(golden: Path, fault: str, monkeypatch: pyte
     if fault == "scale":  # tokens counted after pooling
         monkeypatch.setattr(DynamicLinear, "scale", lambda self, num_tokens: 4 * self.in_features**-0.5 / num_tokens)
     elif fault == "norm":  # the norm no longer replaces the stream
-        monkeypatch.setattr(Block, "forward", lambda self, x: (x := x + self.conv(self.norm1(x))) + self._mlp(x))
-        monkeypatch.setattr(Block, "_mlp", lambda self, x: self.fc2(self.act(self.fc1(self.norm2(x)))), raising=False)
+
+        def forward(self: Block, x: torch.Tensor, **_: bool) -> torch.Tensor:
+            x = x + self.conv(self.norm1(x))
+            return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+        monkeypatch.setattr(Block, "forward", forward)
     elif fault == "order":  # rows and columns of the regions exchanged
         monkeypatch.setattr(ops, "region_mean", lambda x, size, f=ops.region_mean: f(x, size).transpose(1, 2))
     else:
@@ -251,6 +258,52 @@ def test_features_only(indices: int | list[int], feature_cls: str, images: Image
     assert [f.shape for f in found] == [(2, 64, 6, 5)] * len(blocks)
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("keeper", ["hook", "pre-hook", "global hook", "fx"])
+def test_blocks_do_not_overwrite_tokens_that_are_kept(
+    keeper: str, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightformer.layers.block._STRIP_TOKENS", 1)
+    monkeypatch.setattr("weightformer.layers.block._STRIP_ROWS", 2)
+    model, x, kept = timm.create_model("weightformer_micro").eval(), images(2, 3, 24, 20), []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor | None = None) -> None:
+        if isinstance(module, Block):
+            kept.append(inputs[0] if output is None else output)
+
+    for block in model.blocks:
+        if keeper == "hook":
+            block.register_forward_hook(keep)
+        elif keeper == "pre-hook":
+            block.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        tokens, expected = model.forward_intermediates(x, output_fmt="NHWC")
+        assert len(model.blocks[0]._strips(expected[0])) == 3
+        expected, kept[:] = [block.clone() for block in expected], []
+        if keeper == "fx":
+            nodes = [f"blocks.{i}" for i in range(8)]
+            kept = list(create_feature_extractor(model, nodes)(x).values())
+        else:
+            with contextlib.ExitStack() as stack:
+                if keeper == "global hook":
+                    stack.callback(nn.modules.module.register_module_forward_hook(keep).remove)
+                torch.testing.assert_close(model(x), model.forward_head(tokens))
+    if keeper == "pre-hook":  # what enters the first block is not among them
+        kept, expected = kept[1:], expected[:-1]
+    for actual, wanted in zip(kept, expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_large_images_need_no_memory_beside_their_tokens(images: Images) -> None:
+    model = timm.create_model("weightformer_micro").eval()
+    needed = []
+    for size in (512, 1024):
+        x = images(1, 3, size, size)
+        with torch.inference_mode():
+            needed.append(tensor_bytes(lambda x=x: model(x)))
+    tokens = 4 * 64 * (1024**2 - 512**2) // 16
+    assert needed[1] - needed[0] < 2.1 * tokens  # the patches, twice: in the convolution's layout and in ours
 
 
 def test_features_of_a_pruned_backbone_all_train(images: Images) -> None:

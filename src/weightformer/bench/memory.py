@@ -1,7 +1,11 @@
-"""Peak memory of one step beyond the weights and the input.
+"""Peak memory of one step beyond the weights and the input, by two measures, the same for every model.
 
-On a GPU torch keeps count. On a CPU the step runs in a process of its own, whose resident set is read from the kernel:
-after a first step on a small image, so that libraries have loaded what they load once.
+What the process needs: on a CPU, how far the resident set rises above that before the step, in a process of its own
+that has run the model at `WARM_SIZE` px and gave back what that freed. So the libraries' code and threads are not charged
+to the image; kernels that a library compiles for this image size are, and so is what the C allocator cannot reuse.
+
+What tensors need: the sum of their bytes at the fullest moment, which is the same in every run. On a CPU the profiler
+reports every allocation of torch's; on a GPU torch keeps count, and the two measures are one.
 """
 
 from __future__ import annotations
@@ -9,39 +13,57 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from weightformer.bench.cases import inference_step, training_step
 from weightformer.bench.contenders import resolve
 
-__all__ = ["address_space_limit", "measure", "peak_megabytes"]
+__all__ = ["WARM_SIZE", "Peak", "address_space_limit", "measure", "peak", "tensor_bytes"]
+
+WARM_SIZE = 224
 
 
-def peak_megabytes(**spec: Any) -> float:
-    """Megabytes (1e6 bytes) that one step needs at its peak beyond weights and input.
+@dataclass(frozen=True)
+class Peak:
+    """Megabytes (1e6 bytes) beyond weights and input: of the process, and of tensors alone."""
+
+    process: float
+    tensors: float
+
+
+def peak(*, timeout: float | None = None, **spec: Any) -> Peak:
+    """What one step needs at its peak.
 
     Args:
+        timeout: seconds to wait for the process that measures on a CPU.
         spec: the arguments of `measure`.
 
     Raises:
         MemoryError: the step does not fit.
+        TimeoutError: the process took longer.
         RuntimeError: the step fails for another reason.
     """
     if spec["device"] != "cpu":
         return measure(**spec)
     command = [sys.executable, "-m", "weightformer.bench.memory", json.dumps(spec)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{spec['name']} at {spec['size']} px took longer than {timeout:.0f} s") from None
     if result.returncode == 0:
-        return float(result.stdout.split()[-1])
+        return Peak(**json.loads(result.stdout.splitlines()[-1]))
     if result.returncode < 0 or "allocate memory" in result.stderr or "MemoryError" in result.stderr:
         raise MemoryError(f"{spec['name']} at {spec['size']} px does not fit in memory")
     raise RuntimeError(f"measuring the memory of {spec['name']} failed:\n{result.stderr[-2000:]}")
@@ -49,23 +71,43 @@ def peak_megabytes(**spec: Any) -> float:
 
 def measure(
     name: str, variant: str, size: int, batch: int, dtype: str, device: str, training: bool, threads: int
-) -> float:
+) -> Peak:
     """The measurement itself, in this process."""
     target, precision = torch.device(device), getattr(torch, dtype)
     if target.type == "cpu":
         torch.set_num_threads(threads)
     contender = resolve(name, variant)
-    step_of = training_step if training else inference_step
-    model = contender.load(size, target, precision)
+
+    def step_at(size: int, batch: int) -> Callable[[], None]:
+        images = torch.randn(batch, 3, size, size, device=target, dtype=precision)
+        step = (training_step if training else inference_step)(contender.load(size, target, precision), images)
+        if contender.compiled:
+            step()  # the compiler's memory is not the model's
+        return step
+
     with contender.active(), address_space_limit(target):
-        small = contender.load(64, target, precision)
-        step_of(small, torch.randn(1, 3, 64, 64, device=target, dtype=precision))()
-        del small
-        step = step_of(model, torch.randn(batch, 3, size, size, device=target, dtype=precision))
+        warm = step_at(min(size, WARM_SIZE), 1)  # kept to the end: weights freed here would leave holes to be filled
+        warm()
+        step = step_at(size, batch)
         gc.collect()
         before = _reset_peak(target)
         step()
-    return (_peak(target) - before) / 1e6
+        process = _peak(target) - before
+        if target.type != "cpu":
+            return Peak(process / 1e6, process / 1e6)
+        del step
+        tensors = tensor_bytes(step_at(size, batch))  # of a first step, too: a second one has its optimizer's state
+    return Peak(process / 1e6, tensors / 1e6)
+
+
+def tensor_bytes(step: Callable[[], None]) -> int:
+    """Bytes that tensors allocated by ``step`` on the CPU hold at its fullest moment."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        step()
+    assert run.profiler is not None
+    changes = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    return max(held, default=0)
 
 
 @contextlib.contextmanager
@@ -110,4 +152,4 @@ def _status(field: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{measure(**json.loads(sys.argv[1]))}\n")
+    sys.stdout.write(json.dumps(asdict(measure(**json.loads(sys.argv[1])))) + "\n")

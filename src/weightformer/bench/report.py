@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["show", "slope", "write"]
+__all__ = ["affine", "show", "slope", "write"]
 
 Row = dict[str, Any]
+Curves = dict[str, list[tuple[float, float]]]
 
 _COLUMNS = ("px", "batch", "model", "value", "p10 - p90", "to released", "GFLOP")
+_TITLES = {
+    "memory": "memory of an inference step: MB of the process",
+    "memory, tensors": "memory of an inference step: MB in tensors",
+    "training-memory": "memory of a training step: MB of the process",
+    "training-memory, tensors": "memory of a training step: MB in tensors",
+    "FLOPs": "GFLOP an image",
+}
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 
 
@@ -28,6 +37,17 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return above / sum((x - mean_x) ** 2 for x in xs)
 
 
+def affine(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The line y = a + b x that is nearest in relative error: a, b and the largest |y - a - b x| / y of the points."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    u, v = [1 / y for y in ys], [x / y for x, y in points]  # least squares of a u + b v = 1
+    uu, uv, vv = (math.fsum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    a = (vv * math.fsum(u) - uv * math.fsum(v)) / determinant
+    b = (uu * math.fsum(v) - uv * math.fsum(u)) / determinant
+    return a, b, max(abs(y - a - b * x) / y for x, y in zip(xs, ys, strict=True))
+
+
 def show(results: dict[str, Any], console: Console | None = None) -> None:
     """Print the machine, one table a case, and the slopes."""
     console = console or Console()
@@ -37,7 +57,7 @@ def show(results: dict[str, Any], console: Console | None = None) -> None:
         table = Table(
             title=f"{case}, {_unit(results, case)}; {machine['threads']} threads, {results['config']['precision']}"
         )
-        for column in _COLUMNS:
+        for column in _columns(case):
             table.add_column(column, justify="left" if column == "model" else "right")
         for row in _rows(results, case):
             table.add_row(*_cells(row, results["rows"]))
@@ -49,8 +69,20 @@ def show(results: dict[str, Any], console: Console | None = None) -> None:
 def write(results: dict[str, Any], folder: Path) -> None:
     """Write results.json and report.html into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "report.html").write_text(_page(results))
+    _replace(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    _replace(folder / "report.html", _page(results))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def _columns(case: str) -> tuple[str, ...]:
+    """A measurement of memory has no quantiles, but a second measure."""
+    return tuple("tensors" if "memory" in case and c == "p10 - p90" else c for c in _COLUMNS)
 
 
 def _rows(results: dict[str, Any], case: str) -> list[Row]:
@@ -74,13 +106,14 @@ def _header(results: dict[str, Any]) -> str:
 
 def _cells(row: Row, rows: list[Row]) -> list[str]:
     value = f"{row['value']:.4g}" if "value" in row else row["status"]
-    spread = f"{row['p10']:.4g} - {row['p90']:.4g}" if "p10" in row else ""
+    second = f"{row['p10']:.4g} - {row['p90']:.4g}" if "p10" in row else ""
+    second = f"{row['tensors']:.4g}" if "tensors" in row else second
     return [
         str(row["size"]),
         str(row["batch"]),
         row["model"],
         value,
-        spread,
+        second,
         _against_released(row, rows),
         f"{row['gflop']:.3g}",
     ]
@@ -96,50 +129,65 @@ def _against_released(row: Row, rows: list[Row]) -> str:
     return ""
 
 
-def _curves(results: dict[str, Any], case: str) -> dict[str, list[tuple[float, float]]]:
+def _curves(results: dict[str, Any], case: str, key: str = "value") -> Curves:
     """Per model, (pixels, seconds an image or megabytes) over the sizes."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: Curves = {}
     for row in _rows(results, case):
-        if row.get("value", 0.0) > 0:
-            y = row["seconds"] / row["batch"] if "seconds" in row else row["value"]
+        if row.get(key, 0.0) > 0:
+            y = row["seconds"] / row["batch"] if "seconds" in row else row[key]
             curves.setdefault(row["model"], []).append((row["size"] ** 2, y))
     return {model: points for model, points in curves.items() if len(points) > 1}
 
 
-def _flop_curves(results: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+def _flop_curves(results: dict[str, Any]) -> Curves:
     curves: dict[str, dict[float, float]] = {}
     for row in results["rows"]:
-        curves.setdefault(row["model"], {})[row["size"] ** 2] = row["gflop"]
+        if row["gflop"] > 0:  # a peer's own operators may not be counted
+            curves.setdefault(row["model"], {})[row["size"] ** 2] = row["gflop"]
     return {model: sorted(points.items()) for model, points in curves.items() if len(points) > 1}
 
 
-def _all_curves(results: dict[str, Any]) -> dict[str, tuple[str, dict[str, list[tuple[float, float]]]]]:
-    cases = dict.fromkeys(row["case"] for row in results["rows"])
-    titled = {
-        case: (f"{case}: {'MB' if 'memory' in case else 'seconds an image'}", _curves(results, case)) for case in cases
-    }
-    titled["FLOPs"] = ("GFLOP an image", _flop_curves(results))
-    return {name: (title, curves) for name, (title, curves) in titled.items() if curves}
+def _all_curves(results: dict[str, Any]) -> dict[str, Curves]:
+    curves = {}
+    for case in dict.fromkeys(row["case"] for row in results["rows"]):
+        curves[case] = _curves(results, case)
+        if "memory" in case:
+            curves[f"{case}, tensors"] = _curves(results, case, "tensors")
+    curves["FLOPs"] = _flop_curves(results)
+    return {name: found for name, found in curves.items() if found}
 
 
 def _slopes(results: dict[str, Any]) -> list[str]:
     lines = []
-    for name, (_, curves) in _all_curves(results).items():
+    for name, curves in _all_curves(results).items():
         slopes = ", ".join(f"{model} {slope(points):.2f}" for model, points in curves.items())
         lines.append(f"slope of {name} over pixels (1 is linear, 2 quadratic): {slopes}")
-    return lines
+    return lines + _fits(results)
+
+
+def _fits(results: dict[str, Any]) -> list[str]:
+    """What of the memory is fixed and what grows with the pixels."""
+    memory = {name: curves for name, curves in _all_curves(results).items() if "memory" in name}
+    fits = {name: _affine_fits(curves) for name, curves in memory.items()}
+    return [f"{name}, fixed MB + bytes a pixel (largest error of the fit): {fit}" for name, fit in fits.items() if fit]
+
+
+def _affine_fits(curves: Curves) -> str:
+    fits = {model: affine(points) for model, points in curves.items() if len(points) > 2}
+    return ", ".join(f"{model} {a:.1f} + {1e6 * b:.1f} ({error:.0%})" for model, (a, b, error) in fits.items())
 
 
 def _page(results: dict[str, Any]) -> str:
     tables, plots = [], []
     for case in dict.fromkeys(row["case"] for row in results["rows"]):
-        head = "".join(f"<th>{c}</th>" for c in _COLUMNS)
+        head = "".join(f"<th>{c}</th>" for c in _columns(case))
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row, results["rows"])) + "</tr>"
             for row in _rows(results, case)
         )
         tables.append(f"<h2>{case}, {_unit(results, case)}</h2><table><tr>{head}</tr>{body}</table>")
-    for title, curves in _all_curves(results).values():
+    for name, curves in _all_curves(results).items():
+        title = _TITLES.get(name, f"{name}: seconds an image")
         plots.append(f"<figure>{_plot(title, curves)}</figure>")
     parity = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{_number(check['output'])}</td>"
@@ -158,9 +206,9 @@ figure {{ display: inline-block; margin: 0 1rem 1rem 0 }}
 p {{ color: #555 }}
 </style>
 <h1>WeightFormer, measured</h1><p>{html.escape(_header(results))}</p>
-<p>Medians of {results["config"]["rounds"]} interleaved rounds; memory is the peak beyond weights and input.
-Slopes are of the logarithms over pixels: 1 is linear, 2 quadratic.</p>
-{"".join(plots)}{"".join(tables)}
+<p>Medians of {results["config"]["rounds"]} interleaved rounds; memory is the peak beyond weights and input: of the
+process, and of tensors alone. Slopes are of the logarithms over pixels: 1 is linear, 2 quadratic.</p>
+{"".join(plots)}{"".join(f"<p>{html.escape(line)}</p>" for line in _fits(results))}{"".join(tables)}
 <h2>Parity, checked before timing</h2>
 <table class="parity"><tr><th>model, precision</th><th>output</th><th>worst gradient</th><th>tolerance</th></tr>{parity}
 </table></html>
@@ -171,7 +219,7 @@ def _number(value: float | None) -> str:
     return "not compared" if value is None else f"{value:.1e}"
 
 
-def _plot(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
+def _plot(title: str, curves: Curves) -> str:
     """One log-log chart as SVG, each curve labelled with its slope."""
     width, height, left, right, top, bottom = 560, 380, 62, 170, 34, 44
     xs = [x for points in curves.values() for x, _ in points]

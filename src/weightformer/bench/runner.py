@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import statistics
@@ -21,7 +22,7 @@ from weightformer.analysis.flops import multiply_adds
 from weightformer.bench import parity, report
 from weightformer.bench.cases import CASES, Case, captured, inference_step, training_step
 from weightformer.bench.contenders import OURS, Contender, resolve
-from weightformer.bench.memory import address_space_limit, peak_megabytes
+from weightformer.bench.memory import address_space_limit, peak
 
 __all__ = ["BenchConfig", "main"]
 
@@ -57,11 +58,13 @@ class BenchConfig:
     sample_seconds: float = 0.2
     """A sample repeats the step until it lasts this long."""
     step_limit: float = 60.0
-    """Skip a model at a size where a step is expected to take longer, in seconds."""
+    """Skip a model at a size where a step is expected to take longer, in seconds; a memory case, whose process loads
+    the model and takes several steps, is given up after four times this plus a minute, and skipped at larger sizes."""
     graphs: bool = False
     """On a GPU, replay every step of every model as a CUDA graph: the kernels' own time, without Python's launches."""
     output: str = "runs/bench"
-    """Folder for results.json and report.html."""
+    """Folder for results.json and report.html, written after every case and size. The same configuration on the same
+    machine continues what was interrupted there; a finished run is measured anew."""
 
     def __post_init__(self) -> None:
         for case in self.cases:
@@ -76,6 +79,8 @@ class BenchConfig:
 def main(config: BenchConfig) -> dict[str, Any]:
     """Check parity, measure, print the table and write results.json and report.html; returns what was written.
 
+    Both files are written after every case and size, so that a run that is killed loses only what it was measuring.
+
     Raises:
         ValueError: a name that cannot be resolved, or a red parity check: nothing is timed then.
     """
@@ -83,23 +88,42 @@ def main(config: BenchConfig) -> dict[str, Any]:
     if config.threads:
         torch.set_num_threads(config.threads)
     contenders = [resolve(name, config.variant) for name in [*config.models, *config.peer]]
+    results: dict[str, Any] = {
+        "config": asdict(config),
+        "machine": _machine(device),
+        "finished": False,
+        "parity": {},
+        "flops_unit": "GFLOP an image, 2 per multiply-add, counted on the formula",
+        "rows": [],
+    }
+    results["rows"] = rows = _interrupted_rows(results, Path(config.output))
+    done = {(row["case"], row["size"]) for row in rows}
     with _exact_float32():
-        checks = _check(contenders, config, device, dtype)
-        rows: list[dict[str, Any]] = []
+        results["parity"] = _check(contenders, config, device, dtype)
         for name in config.cases:
             measure = _memory if CASES[name].value is None else _time
             for size in sorted(config.sizes):
-                rows += measure(name, contenders, size, config, rows)
-    results = {
-        "config": asdict(config),
-        "machine": _machine(device),
-        "parity": checks,
-        "flops_unit": "GFLOP an image, 2 per multiply-add, counted on the formula",
-        "rows": rows,
-    }
+                if (name, size) not in done:
+                    rows += measure(name, contenders, size, config, rows)
+                    results["machine"] = _machine(device)
+                    report.write(results, Path(config.output))
+    results["finished"] = True
     report.show(results)
     report.write(results, Path(config.output))
     return results
+
+
+def _interrupted_rows(results: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The rows that an interrupted run of the same configuration on the same machine left in the folder."""
+
+    def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+        return a["config"] == b["config"] and {**a["machine"], "load": 0} == {**b["machine"], "load": 0}
+
+    try:
+        earlier = json.loads((folder / "results.json").read_text())
+        return earlier["rows"] if not earlier["finished"] and same(earlier, results) else []
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # none there, or the file of something else
+        return []
 
 
 def _check(
@@ -156,10 +180,15 @@ def _memory(
     case_name: str, contenders: list[Contender], size: int, config: BenchConfig, earlier: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     rows = []
+    skipped = {r["model"] for r in earlier if r["case"] == case_name and r["status"].startswith("skipped")}
     for contender in contenders:
         row = _row(case_name, contender, size, config.batch)
+        rows.append(row)
+        if contender.name in skipped:
+            row["status"] = "skipped: a smaller size took too long"
+            continue
         with _out_of_memory_is_a_cell(row):
-            peak = peak_megabytes(
+            found = peak(
                 name=contender.name,
                 variant=config.variant,
                 size=size,
@@ -168,9 +197,9 @@ def _memory(
                 device=config.device,
                 training=CASES[case_name].training,
                 threads=torch.get_num_threads(),
+                timeout=60 + 4 * config.step_limit,
             )
-            row.update(status="ok", value=peak, unit=CASES[case_name].unit)
-        rows.append(row)
+            row.update(status="ok", value=found.process, tensors=found.tensors)
     return rows
 
 
@@ -239,6 +268,8 @@ def _out_of_memory_is_a_cell(row: dict[str, Any]) -> Iterator[None]:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         row["status"] = "out of memory"
+    except TimeoutError as error:
+        row["status"] = f"skipped: {error}"
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise

@@ -103,8 +103,9 @@ class DynamicLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, H, W, C) to (B, H, W, O)."""
         left, right = self.factors(x)
+        scale = self.scale(x.shape[1] * x.shape[2])
         y = ops.dynamic_linear(
-            x.flatten(1, 2), left, right, self.w1, self.w2, self.weight, self.bias, self._scale(x), self.normalize
+            x.flatten(1, 2), left, right, self.w1, self.w2, self.weight, self.bias, scale, self.normalize
         )
         return y.unflatten(1, x.shape[1:3])
 
@@ -115,19 +116,26 @@ class DynamicLinear(nn.Module):
             x: the tokens.
             dtype: of the weight; by default float32 at least.
         """
-        left, right = self.factors(x)
-        return ops.linear_weight(left, right, self.w1, self.w2, self.weight, self._scale(x), dtype, self.normalize)
+        return self.weight_from(self.pooled(x), x.shape[1] * x.shape[2], dtype)
+
+    def weight_from(self, pooled: Tensor, num_tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The same from the pooled tokens (B, P, C) of a grid of so many tokens."""
+        left, right = self.features(pooled)
+        scale = self.scale(num_tokens)
+        return ops.linear_weight(left, right, self.w1, self.w2, self.weight, scale, dtype, self.normalize)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """The tokens (B, H, W, C) as the prediction sees them: (B, P, C)."""
+        if self.regions:
+            return ops.region_mean(x, self.regions).to(x.dtype).flatten(1, 2)
+        return (ops.pool_2x2(x) if self.pool == "2" else x).flatten(1, 2)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the tokens (B, H, W, C) contribute to A and D, before w1 and w2: (B, P, R) and (B, P, S)."""
-        if self.regions:
-            pooled = ops.region_mean(x, self.regions).to(x.dtype)
-        else:
-            pooled = ops.pool_2x2(x) if self.pool == "2" else x
-        return self.features(pooled.flatten(1, 2))
+        return self.features(self.pooled(x))
 
     def features(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from pooled tokens (B, P, C)."""
+        """What the pooled tokens (B, P, C) contribute, as in `factors`."""
         if self.predictor == "linear":
             return pooled, pooled
         hidden = F.silu(self.proj(pooled))
@@ -150,9 +158,6 @@ class DynamicLinear(nn.Module):
         elif self.pool == "1":
             num_tokens = 4 * num_tokens
         return self.in_features**-0.5 / num_tokens
-
-    def _scale(self, x: Tensor) -> float:
-        return self.scale(x.shape[1] * x.shape[2])
 
     def extra_repr(self) -> str:
         """The widths, and what differs from the released layer, for ``print(model)``."""

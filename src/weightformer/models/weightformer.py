@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weightformer.layers import Block, DynamicDepthwiseConv2d, DynamicLinear
+from weightformer.layers.block import untouched
 from weightformer.models.checkpoint import unwrap
 from weightformer.ops.dispatch import capturing
 
@@ -64,7 +65,9 @@ class PatchEmbed(nn.Module):
             # No modulo of a negative size here: torch.compile's backend of torch 2.14 fails on one.
             rows, cols = ((side + patch - 1) // patch for side in (height, width))
             image = F.pad(image, (0, cols * patch - width, 0, rows * patch - height))
-        return self.proj(image).permute(0, 2, 3, 1)
+        return (
+            self.proj(image).permute(0, 2, 3, 1).contiguous()
+        )  # here, where the convolution's layout is freed at once
 
 
 class WeightFormer(nn.Module):
@@ -174,8 +177,12 @@ class WeightFormer(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) to normalised tokens (B, H, W, C)."""
         x = self.embed_norm(self.patch_embed(x))
+        # A block may overwrite tokens that nothing else sees: a hook might keep them, or a graph that torch.fx traces.
+        unseen = isinstance(x, Tensor) and untouched(
+            {self.embed_norm: nn.LayerNorm, **dict.fromkeys(self.blocks, Block)}
+        )
         for block in self.blocks:
-            x = self._run_block(block, x)
+            x = self._run_block(block, x, overwrite_x=unseen)
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -276,10 +283,10 @@ class WeightFormer(nn.Module):
         """Nothing beyond what optimisers exempt anyway: one-dimensional parameters and biases."""
         return set()
 
-    def _run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+    def _run_block(self, block: nn.Module, x: Tensor, overwrite_x: bool = False) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, use_reentrant=False)
-        return block(x)
+        return block(x, overwrite_x=True) if overwrite_x else block(x)
 
 
 def feature_indices(indices: int | Sequence[int] | None, count: int, parts: str = "blocks") -> list[int]:

@@ -66,8 +66,8 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
         alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         if self.training and alone and input.numel() == input.shape[1]:
             raise ValueError(
-                "norm: sync_batch cannot train on one image in all; use data.batch_size 2 or more, or head.norm: group, "
-                "or call eval() first"
+                "norm: sync_batch cannot train on one image in all; use data.batch_size 2 or more, or "
+                "head.norm: group, or call eval() first"
             )
         return super().forward(input)
 
