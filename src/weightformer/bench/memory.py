@@ -1,8 +1,9 @@
 """Peak memory of one step beyond the weights and the input, by two measures, the same for every model.
 
 What the process needs: on a CPU, how far the resident set rises above that before the step, in a process of its own
-that has run the model at `WARM_SIZE` px and gave back what that freed. So the libraries' code and threads are not charged
-to the image; kernels that a library compiles for this image size are, and so is what the C allocator cannot reuse.
+that has run the model at `WARM_SIZE` px and gave back what that freed. So the libraries' code and threads are not
+charged to the image; kernels that a library compiles for this image size are, and so is what the C allocator cannot
+reuse.
 
 What tensors need: the sum of their bytes at the fullest moment, which is the same in every run. On a CPU the profiler
 reports every allocation of torch's; on a GPU torch keeps count, and the two measures are one.
