@@ -102,7 +102,7 @@ EXPERIMENTS = [
     Experiment(
         "strategies",
         "weightformer ablate strategies --workers 2",
-        "84 runs, about a CPU minute each",
+        "90 runs, about a CPU minute each",
         _grid("strategies"),
     ),
     Experiment(
