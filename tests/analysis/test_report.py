@@ -135,8 +135,9 @@ def test_stability(every: float | None, verdict: str, measured: Measurements) ->
     shared["dynamics"] = {**dynamics, "warning": None}
     end = {"diverged": "the loss became nan"} if every is None else {"top1": every}
     rows = [{"variant": "released", "top1": 0.88, **shared}, {"variant": "every block", **end, **shared}]
-    write(measured, "stability", rows=rows, grid={"baseline": "released"}, marks={})
+    write(measured, "stability", rows=rows, grid={"baseline": "released"}, marks={}, missing=["a/b/1", "a/c/1"])
     assert claims._stability(measured).verdict == verdict
+    assert "Still missing: 2 of 4 runs, a/b/1 the first." in page(measured, EXPERIMENTS, SKIPPED)
 
 
 def test_throughput_and_memory_are_those_of_the_less_favourable_run(measured: Measurements) -> None:

@@ -109,9 +109,14 @@ def _strategies(measured: Measurements) -> str:
         chosen = [s for s in summaries if s.task == task]
         parts += [_TASKS.get(task, f"### {task}\n"), table(chosen), "", significance_note(chosen)]
         parts.append(f"\n![Top-1 of every seed on {task}](strategies-{slug(task)}.svg)\n")
-    if content["missing"]:
-        parts.append(f"Still missing: {', '.join(content['missing'])}.\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_missing(content)])
+
+
+def _missing(content: dict[str, Any]) -> list[str]:
+    missing, number = content["missing"], len(content["rows"])
+    return (
+        [f"Still missing: {len(missing)} of {len(missing) + number} runs, {missing[0]} the first.\n"] if missing else []
+    )
 
 
 def _fields(measured: Measurements) -> str:
@@ -158,7 +163,7 @@ def _stability(measured: Measurements) -> str:
     for task in dict.fromkeys(row["task"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["task"] == task]
         parts += [dynamics_table(rows), f"\n![Loss and dynamics over steps](stability-{slug(task)}-dynamics.svg)\n"]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_missing(content)])
 
 
 def _commands(measured: Measurements, experiments: Sequence[Experiment]) -> str:
