@@ -7,7 +7,8 @@ The recorded quantities, P being the predicted part of a layer's weight (weight 
   keeps it below 1; near 1 the layer has lost the size of dW, and gradients through it fade as 1 / ||dW||^2.
 - ``variation``: ||P - mean over images|| / ||P||. At 0 every image gets the same weight: an expensive static layer.
 - ``rank``: exp(entropy of the shares of variance along the principal axes of P over the images), between 1 and B - 1,
-  or 0 where nothing varies. Near 1 images differ along one direction only.
+  or 0 where nothing varies. Near 1 images differ along one direction only. No warning is given of it: runs that train
+  well pass through 1 too.
 - ``largest``: the largest absolute weight (65,504 is the end of float16).
 - ``grad``: norm of the gradient of a block's parameters, and of all (before clipping).
 """
@@ -34,7 +35,6 @@ __all__ = ["DynamicsRecorder", "Thresholds", "early_warnings", "gradient_norms",
 _CURES = {
     "ratio": "predicted weights drown the static ones; normalise them, or lower optim.lr",
     "saturation": "the normalisation lost their size, and gradients fade; lower optim.lr or lengthen the warm-up",
-    "rank": "images get nearly the same weight; make fewer blocks dynamic (dynamic_every), or lower optim.lr",
     "grad": "the gradient jumped; clip it (optim.clip_norm), lower optim.lr or lengthen the warm-up",
 }
 
@@ -45,8 +45,6 @@ class Thresholds:
 
     ratio: float = 20.0
     saturation: float = 0.95
-    rank: float = 1.2
-    """Below it."""
     grad: float = 20.0
     """Times the median of the gradient norms recorded before."""
 
@@ -119,9 +117,8 @@ def early_warnings(
             if layer != "all" or len(norms_before) < 5:
                 continue
             limit = thresholds.grad * statistics.median(norms_before)
-        if limit is not None and (value < limit if kind == "rank" else value > limit):
-            side = "below" if kind == "rank" else "above"
-            found.append((layer, kind, f"{kind} of {layer} is {value:.3g}, {side} {limit:.3g}: {_CURES[kind]}"))
+        if limit is not None and value > limit:
+            found.append((layer, kind, f"{kind} of {layer} is {value:.3g}, above {limit:.3g}: {_CURES[kind]}"))
     return found
 
 
@@ -175,7 +172,7 @@ def _statistics(layer: DynamicDepthwiseConv2d | DynamicLinear, weight: Tensor) -
         values["saturation"] = float(predicted.norm(dim=1 if linear else (2, 3)).mean())
     centred = rows - rows.mean(dim=0)
     values["variation"] = float(centred.norm() / rows.norm().clamp_min(1e-30))
-    values["rank"] = _effective_rank(centred)
+    values["rank"] = _effective_rank(centred) if values["variation"] > 1e-6 else 0.0  # less is rounding
     return values
 
 
