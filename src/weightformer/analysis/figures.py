@@ -106,18 +106,19 @@ def dynamics_figure(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         _save(figure, path)
 
 
-def erf_figure(fields: Sequence[ReceptiveField], path: Path, columns: int = 4) -> None:
+def erf_figure(fields: Sequence[ReceptiveField], path: Path) -> None:
     """Effective receptive fields side by side on one colour scale: map ** 0.2 over its largest value, as in the paper.
 
     Args:
         fields: a panel each.
         path: the file to write; its suffix says the format.
-        columns: panels in a row.
     """
-    columns = min(columns, len(fields))
+    aspect = max(field.map.shape[0] / field.map.shape[1] for field in fields)
+    width, most = (2.5, 4) if aspect > 1 / 3 else (5.0, 2)  # inches, panels in a row; strips get wider panels
+    columns = min(most, len(fields))
     rows = -(-len(fields) // columns)
     with matplotlib.rc_context({**_STYLE, "axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
-        figure = Figure(figsize=(0.9 + 2.5 * columns, 3.15 * rows), layout="constrained")
+        figure = Figure(figsize=(0.9 + width * columns, (width * aspect + 0.65) * rows), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, shown in zip(panels, fields, strict=False):
             image = axes.imshow(shown.picture().numpy(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
