@@ -297,8 +297,8 @@ def _stability(found: Measurements) -> Finding:
     broken = [name for name, rows in groups.items() if any("diverged" in row or row["top1"] < floor for row in rows)]
     healthy = [name for name in groups if name not in broken]
     return Finding(
-        f"diverged, or five points below the released form: {', '.join(broken) or 'none'}; trained well: "
-        f"{', '.join(healthy) or 'none'}",
+        f"diverged, or five points below the released form: {'; '.join(broken) or 'none'}. Trained well: "
+        f"{'; '.join(healthy) or 'none'}",
         "Fashion-MNIST, one epoch, models of 6 blocks",
         HOLDS if any("every block" in name for name in broken) else FAILS,
     )
