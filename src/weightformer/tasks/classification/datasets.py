@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as tv
 
-from weightformer.tasks.classification.images import ImageReadError, own_pixel_limit, read_image
+from weightformer.tasks.classification.images import ImageReadError, Readable, own_pixel_limit, read_image
 from weightformer.tasks.classification.transforms import BatchAugmentation, Normalize
 from weightformer.training.loader import Key, item_rng
 
@@ -86,9 +85,8 @@ class ArrayDataset(_ImageDataset):
 class FileDataset(_ImageDataset):
     """Images in files, read when asked for.
 
-    A file that cannot be read stops everything, or with ``skip_bad`` is remembered in `skipped` and passed over. In
-    training the next readable image of the dataset takes its place: a rule that depends on the key alone keeps
-    processes in step and a resumed run exact. In evaluation the batch is smaller by one, possibly empty.
+    What becomes of a file that cannot be read is said in `Readable`; in evaluation the batch is smaller by one,
+    possibly empty.
 
     Args:
         paths: N files.
@@ -102,13 +100,13 @@ class FileDataset(_ImageDataset):
         super().__init__(**shared)
         # One array: a list of a million strings would be copied into every worker, reference count by count.
         self.paths = np.array([os.fsencode(path) for path in paths])
-        self.in_chans, self.max_pixels, self.skip_bad = in_chans, max_pixels, skip_bad
-        self._bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # workers write to it
+        self.in_chans, self.max_pixels = in_chans, max_pixels
+        self._readable = Readable(len(paths), skip=skip_bad)
 
     @property
     def skipped(self) -> list[str]:
         """Files passed over so far, by this process or its workers."""
-        return [os.fsdecode(path) for path in self.paths[self._bad.numpy()]]
+        return [os.fsdecode(path) for path in self.paths[self._readable.skipped()]]
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch | ImageReadError:
         """The batch of some (epoch, index) keys of one epoch; an error is returned for `ResumableLoader` to raise."""
@@ -122,25 +120,14 @@ class FileDataset(_ImageDataset):
 
     def _load(self, key: Key) -> tuple[int, Tensor] | None:
         """Place in the dataset and framed image of a key; nothing where evaluation has to leave it out."""
-        _, index = key
-        attempts = len(self) if self.augmentation else 1
-        for place in ((index + step) % len(self) for step in range(attempts)):
-            if self._bad[place]:
-                continue
+
+        def read(place: int) -> tuple[int, Tensor]:
             path = os.fsdecode(self.paths[place])
-            try:
-                with item_rng(self.seed, *key), own_pixel_limit():
-                    image = self.framing(read_image(path, self.in_chans, self.max_pixels))
-            except ImageReadError as error:
-                if not self.skip_bad:
-                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such files)") from error
-                warnings.warn(f"passed over: {error}", stacklevel=2)
-                self._bad[place] = True
-            else:
-                return place, image if isinstance(image, Tensor) else tv.pil_to_tensor(image)
-        if self.augmentation:
-            raise ImageReadError(f"none of the {len(self)} training images can be read")
-        return None
+            with item_rng(self.seed, *key), own_pixel_limit():
+                image = self.framing(read_image(path, self.in_chans, self.max_pixels))
+            return place, image if isinstance(image, Tensor) else tv.pil_to_tensor(image)
+
+        return self._readable.load(key[1], read, train=self.augmentation is not None)
 
     def _no_images(self) -> Tensor:
         height, width = self.framing(torch.zeros(self.in_chans, 8, 8)).shape[-2:]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "IMAGE_SUFFIXES",
     "ImageReadError",
+    "Readable",
     "find_images",
     "images_below",
     "own_pixel_limit",
@@ -28,10 +31,54 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 _pil_limit = threading.RLock()
+Item = TypeVar("Item")
 
 
 class ImageReadError(ValueError):
     """A file that is no readable image; the message names it."""
+
+
+class Readable:
+    """Which items of a data set in files can be read.
+
+    One that cannot stops everything, or is remembered and passed over. In training the next readable one of the data
+    set is taken instead: a rule that depends on the place alone keeps processes in step and a resumed run exact. In
+    evaluation nothing is.
+
+    Args:
+        count: items of the data set.
+        skip: pass over those that cannot be read.
+        beside: for the message that none can: what they are read together with.
+    """
+
+    def __init__(self, count: int, *, skip: bool, beside: str = "") -> None:
+        self.skip, self._beside = skip, beside
+        self._bad = torch.zeros(count, dtype=torch.bool).share_memory_()  # workers write to it
+
+    def skipped(self) -> list[int]:
+        """Places of the items passed over so far, by this process or its workers."""
+        return self._bad.nonzero().flatten().tolist()
+
+    def load(self, place: int, read: Callable[[int], Item], *, train: bool) -> Item | None:
+        """What ``read`` makes of the item at a place, or of the one that takes its place.
+
+        Raises:
+            ImageReadError: it cannot be read, or in training none can.
+        """
+        count = len(self._bad)
+        for candidate in ((place + step) % count for step in range(count if train else 1)):
+            if self._bad[candidate]:
+                continue
+            try:
+                return read(candidate)
+            except ImageReadError as error:
+                if not self.skip:
+                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such files)") from error
+                warnings.warn(f"passed over: {error}", stacklevel=3)
+                self._bad[candidate] = True
+        if train:
+            raise ImageReadError(f"none of the {count} training images can be read{self._beside}")
+        return None
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[Path]:

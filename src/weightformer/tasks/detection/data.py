@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as tv
 
-from weightformer.tasks.classification.images import ImageReadError, read_image
+from weightformer.tasks.classification.images import ImageReadError, Readable, read_image
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.detection.coco import CocoImage, CocoSet, decode_mask
 from weightformer.tasks.detection.transforms import TrainTransform, fitted_size, resize
@@ -70,8 +69,7 @@ class DataConfig:
 class DetectionDataset(Dataset[Any]):
     """The images of a set, a batch at a time.
 
-    An image that cannot be read stops everything, or with ``data.on_bad_image: skip`` is remembered in `skipped`; which
-    one training takes in its place depends on the key alone, so that processes stay in step and a resumed run is exact.
+    What becomes of an image that cannot be read is said in `Readable`; evaluation finds nothing in it.
 
     Args:
         coco: the set.
@@ -88,12 +86,12 @@ class DetectionDataset(Dataset[Any]):
         self.images, self.in_chans, self.config, self.seed = coco.images, in_chans, config, seed
         self.labels = {number: label for label, number in enumerate(coco.categories, 1)}  # 0 is the background
         self.normalize, self.transform = normalize, TrainTransform(config, normalize) if train else None
-        self._bad = torch.zeros(len(coco.images), dtype=torch.bool).share_memory_()  # workers write to it
+        self._readable = Readable(len(coco.images), skip=config.on_bad_image == "skip")
 
     @property
     def skipped(self) -> list[str]:
         """Images passed over so far, by this process or its workers."""
-        return [self.images[place].path for place in self._bad.nonzero().flatten().tolist()]
+        return [self.images[place].path for place in self._readable.skipped()]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -108,20 +106,9 @@ class DetectionDataset(Dataset[Any]):
 
     def _load(self, key: Key) -> tuple[Tensor, dict[str, Any]] | None:
         """The finished item of a key; nothing where evaluation has to do without it."""
-        attempts = len(self) if self.transform else 1
-        for place in ((key[1] + step) % len(self) for step in range(attempts)):
-            if self._bad[place]:
-                continue
-            try:
-                return self._prepare(self.images[place], key)
-            except ImageReadError as error:
-                if self.config.on_bad_image == "error":
-                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such images)") from error
-                warnings.warn(f"passed over: {error}", stacklevel=2)
-                self._bad[place] = True
-        if self.transform:
-            raise ImageReadError(f"none of the {len(self)} training images can be read")
-        return None
+        return self._readable.load(
+            key[1], lambda place: self._prepare(self.images[place], key), train=self.transform is not None
+        )
 
     def _prepare(self, record: CocoImage, key: Key) -> tuple[Tensor, dict[str, Any]]:
         image = read_pixels(record.path, self.in_chans, self.config.max_pixels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as tv
 
-from weightformer.tasks.classification.images import ImageReadError, read_image
+from weightformer.tasks.classification.images import ImageReadError, Readable, read_image
 from weightformer.tasks.classification.transforms import Normalize
 from weightformer.tasks.segmentation.masks import is_binary, read_values, to_labels
 from weightformer.tasks.segmentation.transforms import TrainTransform, resize, scaled_size
@@ -35,9 +34,7 @@ def load_image(path: str | os.PathLike[str], in_chans: int, max_pixels: int) -> 
 class MaskDataset(Dataset[Any]):
     """Pairs of files.
 
-    A pair that cannot be read stops everything, or with ``skip_bad`` is remembered in `skipped` and passed over: in
-    training the next readable one takes its place (a rule that depends on the key alone keeps processes in step and a
-    resumed run exact), in evaluation it is left out.
+    What becomes of a pair that cannot be read is said in `Readable`; in evaluation it is left out.
 
     Args:
         pairs: N paths of images and masks.
@@ -70,8 +67,8 @@ class MaskDataset(Dataset[Any]):
         self.pairs = np.array([[os.fsencode(path) for path in pair] for pair in pairs])
         self.num_classes, self.reduce_zero_label, self.in_chans = num_classes, reduce_zero_label, in_chans
         self.short_side, self.normalize, self.transform = short_side, normalize, transform
-        self.max_pixels, self.skip_bad, self.seed = max_pixels, skip_bad, seed
-        self._bad = torch.zeros(len(pairs), dtype=torch.bool).share_memory_()  # workers write to it
+        self.max_pixels, self.seed = max_pixels, seed
+        self._readable = Readable(len(pairs), skip=skip_bad, beside=" together with its mask")
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -79,7 +76,7 @@ class MaskDataset(Dataset[Any]):
     @property
     def skipped(self) -> list[str]:
         """Images passed over so far, by this process or its workers."""
-        return [os.fsdecode(path) for path in self.pairs[self._bad.numpy(), 0]]
+        return [os.fsdecode(path) for path in self.pairs[self._readable.skipped(), 0]]
 
     def __getitems__(self, keys: Sequence[Key]) -> TrainBatch | EvalBatch | ImageReadError:
         """The batch of some (epoch, index) keys; an error is returned for `ResumableLoader` to raise."""
@@ -94,21 +91,12 @@ class MaskDataset(Dataset[Any]):
 
     def _load(self, key: Key) -> tuple[Tensor, Tensor] | None:
         """The finished item of a key; nothing where evaluation has to leave it out."""
-        attempts = len(self) if self.transform else 1
-        for place in ((key[1] + step) % len(self) for step in range(attempts)):
-            if self._bad[place]:
-                continue
-            try:
-                with item_rng(self.seed, *key):
-                    return self._prepare(*self._read(*map(os.fsdecode, self.pairs[place])))
-            except ImageReadError as error:
-                if not self.skip_bad:
-                    raise ImageReadError(f"{error} (data.on_bad_image: skip passes over such files)") from error
-                warnings.warn(f"passed over: {error}", stacklevel=2)
-                self._bad[place] = True
-        if self.transform:
-            raise ImageReadError(f"none of the {len(self)} training images can be read together with its mask")
-        return None
+
+        def read(place: int) -> tuple[Tensor, Tensor]:
+            with item_rng(self.seed, *key):
+                return self._prepare(*self._read(*map(os.fsdecode, self.pairs[place])))
+
+        return self._readable.load(key[1], read, train=self.transform is not None)
 
     def _read(self, image_path: str, mask_path: str) -> tuple[Tensor, Tensor]:
         image = load_image(image_path, self.in_chans, self.max_pixels)
