@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,12 +18,14 @@ import torch
 import yaml
 from PIL import Image
 
+from kills import run_killed
 from weightformer.cli import main
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.models.checkpoint import read_state_dict, save_weights
 from weightformer.tasks.detection import Config, evaluate, predict, read_checkpoint, train
 from weightformer.tasks.detection.coco import CocoSet, decode_mask
 from weightformer.tasks.detection.metrics import coco_metrics
+from weightformer.tasks.detection.module import DetectionModule
 
 
 def checkpoint(folder: Path) -> str:
@@ -158,25 +159,11 @@ def test_a_killed_run_goes_on(small_config: Callable[..., Config], trained: Path
     config = small_config(output=tmp_path / "run", trainer__epochs=2, trainer__val_every=2,
                           trainer__checkpoint_every=5, head__score_threshold=0.01)  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
-    killer = """
-import os, signal, sys
-from weightformer.cli import main
-from weightformer.tasks.detection.module import DetectionModule
-original, steps = DetectionModule.training_step, []
-def step(self, batch, batch_idx):
-    steps.append(batch_idx)
-    if len(steps) == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, batch, batch_idx)
-DetectionModule.training_step = step
-main(sys.argv[1:])
-"""
     command = ["train", "--config", str(tmp_path / "config.yaml")]
-    done = subprocess.run([sys.executable, "-c", killer, *command], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    run_killed(DetectionModule, 7, command)
     assert not (tmp_path / "run" / "log.jsonl").read_text().count("val/box_ap")
     assert main(command) == 0
+    assert (tmp_path / "run" / "log.jsonl").read_text().count('"step": 0,') == 1, "it began anew"
     ours, whole = (read_state_dict(checkpoint(folder))["state_dict"] for folder in (tmp_path / "run", trained))
     for name, value in whole.items():
         torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=0, msg=name)

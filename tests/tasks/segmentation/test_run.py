@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 import yaml
 from PIL import Image
 
+from kills import run_killed
 from weightformer.cli import main
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.models.checkpoint import read_state_dict
@@ -157,23 +157,10 @@ def test_a_killed_run_goes_on(tmp_path: Path, content: Callable[..., dict[str, A
     """SIGKILL amid the epoch; the same command then ends on the weights of a run that was not killed."""
     settings = {name: content(tmp_path / name, trainer__checkpoint_every=4) for name in ("killed", "whole")}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings["killed"]))
-    killer = """
-import os, signal, sys
-from weightformer.cli import main
-from weightformer.tasks.segmentation.module import SegmentationModule
-original = SegmentationModule.training_step
-def step(self, batch, batch_idx):
-    if batch_idx == 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, batch, batch_idx)
-SegmentationModule.training_step = step
-main(sys.argv[1:])
-"""
     command = ["train", "--config", str(tmp_path / "config.yaml")]
-    done = subprocess.run([sys.executable, "-c", killer, *command], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    run_killed(SegmentationModule, 11, command)
     assert main(command) == 0
+    assert (tmp_path / "killed" / "log.jsonl").read_text().count('"step": 0,') == 1, "it began anew"
     train(parse_config(Config, settings["whole"]))
     ours, whole = (read_state_dict(tmp_path / n / "checkpoints" / "last.ckpt")["state_dict"] for n in settings)
     for key, value in whole.items():
