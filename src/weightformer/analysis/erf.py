@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from weightformer.layers import Block
+from weightformer.training.dynamics import evaluation_mode
 
 __all__ = ["Panel", "ReceptiveField", "erf", "local_reach", "panels", "receptive_field"]
 
@@ -130,18 +131,13 @@ def receptive_field(
     """
     total: Tensor | None = None
     count, grid = 0, (1, 1)
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
+    with evaluation_mode(model):
         for image in images:
             found, grid = _contributions(model, image[None])
             if total is not None and found.shape != total.shape:
                 raise ValueError(f"images of {tuple(total.shape)} and of {tuple(found.shape)} px cannot share a map")
             total = found if total is None else total + found
             count += 1
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if total is None:
         raise ValueError("a receptive field needs at least one image")
     if not torch.isfinite(total).all():

@@ -15,11 +15,12 @@ The recorded quantities, P being the predicted part of a layer's weight (weight 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,14 @@ from torch import Tensor, nn
 
 from weightformer.layers import DynamicDepthwiseConv2d, DynamicLinear
 
-__all__ = ["DynamicsRecorder", "Thresholds", "early_warnings", "gradient_norms", "predicted_statistics"]
+__all__ = [
+    "DynamicsRecorder",
+    "Thresholds",
+    "early_warnings",
+    "evaluation_mode",
+    "gradient_norms",
+    "predicted_statistics",
+]
 
 _CURES = {
     "ratio": "predicted weights drown the static ones; normalise them, or lower optim.lr",
@@ -147,15 +155,25 @@ def predicted_statistics(model: nn.Module, images: Tensor) -> dict[str, float]:
         for name, module in model.named_modules()
         if isinstance(module, (DynamicDepthwiseConv2d, DynamicLinear))
     ]
-    modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()(images)
+        with evaluation_mode(model):
+            model(images)
     finally:
         for handle in handles:
             handle.remove()
+    return values
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
         for module, mode in modes.items():
             module.training = mode
-    return values
 
 
 def _statistics(layer: DynamicDepthwiseConv2d | DynamicLinear, weight: Tensor) -> dict[str, float]:
@@ -172,18 +190,16 @@ def _statistics(layer: DynamicDepthwiseConv2d | DynamicLinear, weight: Tensor) -
         values["saturation"] = float(predicted.norm(dim=1 if linear else (2, 3)).mean())
     centred = rows - rows.mean(dim=0)
     values["variation"] = float(centred.norm() / rows.norm().clamp_min(1e-30))
-    values["rank"] = _effective_rank(centred) if values["variation"] > 1e-6 else 0.0  # less is rounding
+    # A smaller variation is rounding; none is greater where weights are not finite.
+    values["rank"] = _effective_rank(centred) if values["variation"] > 1e-6 else 0.0
     return values
 
 
 def _effective_rank(centred: Tensor) -> float:
-    """Of rows (B, D) whose mean is zero."""
-    scaled = centred.double() / centred.norm().double().clamp_min(1e-30)
+    """Of rows (B, D) whose mean is zero, not all of them zero."""
+    scaled = centred.double() / centred.norm().double()
     spectrum = torch.linalg.eigvalsh(scaled @ scaled.T).clamp_min(0)
-    total = spectrum.sum()
-    if total < 0.5 or not torch.isfinite(total):  # 1 unless there was nothing to scale
-        return 0.0
-    return float(torch.exp(torch.special.entr(spectrum / total).sum()))
+    return float(torch.exp(torch.special.entr(spectrum / spectrum.sum()).sum()))
 
 
 def gradient_norms(model: nn.Module, scale: float = 1.0) -> dict[str, float]:
