@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import statistics
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from weightformer.analysis.dynamics import dynamics_table, read_dynamics
 from weightformer.analysis.flops import multiply_adds
 from weightformer.analysis.machine import machine, now
 from weightformer.config import parse_config, read_yaml, recipe_path
+from weightformer.streaming.workspace import write_whole
 
 __all__ = ["GridConfig", "Run", "Summary", "ablate", "grid_path", "grids", "significance_note", "summarise"]
 
@@ -230,8 +230,24 @@ def ablate(grid: GridConfig, *, workers: int = 1, only: str = "*", console: Cons
     return failures
 
 
-def write_report(results: Mapping[str, Any], folder: str | Path, prefix: str = "") -> str:
+def write_report(results: Mapping[str, Any], folder: str | Path) -> str:
     """Write the figures of a grid and ``table.md``; returns its text.
+
+    Args:
+        results: the content of ``results.json``.
+        folder: where to.
+    """
+    write_figures(results, folder)
+    summaries = summarise(results["rows"], results["grid"]["baseline"])
+    parts = [table(summaries), significance_note(summaries)]
+    parts += [dynamics_table(rows) for rows in _recorded(results).values()]
+    text = "\n\n".join(parts)
+    Path(folder, "table.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def write_figures(results: Mapping[str, Any], folder: str | Path, prefix: str = "") -> None:
+    """Write the figures of a grid.
 
     Args:
         results: the content of ``results.json``.
@@ -242,19 +258,21 @@ def write_report(results: Mapping[str, Any], folder: str | Path, prefix: str = "
 
     folder = Path(folder)
     summaries = summarise(results["rows"], results["grid"]["baseline"])
-    parts = [table(summaries), significance_note(summaries)]
     for task in dict.fromkeys(summary.task for summary in summaries):
-        rows = [row for row in results["rows"] if row["task"] == task]
         chosen = [summary for summary in summaries if summary.task == task]
         grid_figure(chosen, results["marks"].get(task, {}), folder / f"{prefix}{slug(task)}.svg")
-        recorded = [row for row in rows if "dynamics" in row]
-        if recorded:
-            parts.append(dynamics_table(recorded))
-            first = {row["variant"]: row["dynamics"] for row in reversed(recorded)}  # the first seed of each
-            dynamics_figure(dict(reversed(first.items())), folder / f"{prefix}{slug(task)}-dynamics.svg")
-    text = "\n\n".join(parts)
-    (folder / f"{prefix}table.md").write_text(text + "\n", encoding="utf-8")
-    return text
+    for task, recorded in _recorded(results).items():
+        first = {row["variant"]: row["dynamics"] for row in reversed(recorded)}  # the first seed of each
+        dynamics_figure(dict(reversed(first.items())), folder / f"{prefix}{slug(task)}-dynamics.svg")
+
+
+def _recorded(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of runs that recorded their dynamics, by task."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in results["rows"]:
+        if "dynamics" in row:
+            found.setdefault(row["task"], []).append(row)
+    return found
 
 
 def write_results(grid: GridConfig, runs: Sequence[Run]) -> dict[str, Any]:
@@ -270,7 +288,7 @@ def write_results(grid: GridConfig, runs: Sequence[Run]) -> dict[str, Any]:
         "rows": rows,
     }
     if rows:
-        _write(Path(grid.output) / "results.json", _one_row_a_line(content))
+        write_whole(Path(grid.output) / "results.json", _one_row_a_line(content).encode())
     return content
 
 
@@ -453,7 +471,7 @@ def execute(run: Run) -> dict[str, Any]:
     row |= training_cost(folder / "log.jsonl")
     if config.dynamics_every:
         row["dynamics"] = read_dynamics(folder)
-    _write(folder / "result.json", json.dumps(row) + "\n")
+    write_whole(folder / "result.json", (json.dumps(row) + "\n").encode())
     return row
 
 
@@ -557,11 +575,3 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def slug(name: str) -> str:
     """A name as part of a file's name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _write(path: Path, text: str) -> None:
-    """As a whole, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)

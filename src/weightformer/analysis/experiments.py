@@ -75,7 +75,8 @@ def _fields_before(path: Path, _: int) -> bool:
 
 
 def _kwargs(key: str, name: str) -> str:
-    return "{%s: %s}" % (key, name) if name == "gap" else "{%s: %s, pool: 7x7}" % (key, name)  # noqa: UP031
+    pool = "" if name == "gap" else ", pool: 7x7"
+    return f"{{{key}: {name}{pool}}}"
 
 
 def _fields_after(path: Path, _: int) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightformer.analysis.ablate import Summary
     from weightformer.analysis.erf import ReceptiveField
 
-__all__ = ["dynamics_figure", "erf_figure", "grid_figure"]
+__all__ = ["AXES", "dynamics_figure", "erf_figure", "grid_figure"]
 
 _COLOURS = (
     "#0072b2",
@@ -31,18 +31,18 @@ _COLOURS = (
     "#b5a515",
     "#7f3fbf",
 )
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "svg.hashsalt": "weightformer",
+AXES: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.alpha": 0.25,
     "legend.frameon": False,
 }
+"""How axes look in every figure."""
+
+_STYLE = {**AXES, "font.size": 9, "svg.hashsalt": "weightformer", "grid.alpha": 0.25}
 
 
 def grid_figure(summaries: Sequence[Summary], marks: Mapping[str, float], path: Path) -> None:

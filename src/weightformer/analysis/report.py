@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightformer.analysis.ablate import write_report
+from weightformer.analysis.ablate import write_figures
 from weightformer.analysis.claims import CLAIMS, Measurements, read_measurements
 from weightformer.tasks.classification import probe
 
@@ -57,8 +57,7 @@ def write_page(results: Path, docs: Path, experiments: Sequence[Experiment], ski
     measured = read_measurements(results)
     for name in ("strategies", "stability"):
         if content := measured.json(name):
-            write_report(content, docs, prefix=f"{name}-")
-            (docs / f"{name}-table.md").unlink()  # it is part of the page
+            write_figures(content, docs, prefix=f"{name}-")
     for picture in sorted(results.glob("erf_*.png")):
         shutil.copyfile(picture, docs / picture.name)
     path = docs / "index.md"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from weightformer.streaming.workspace import write_whole
 
 __all__ = ["affine", "show", "slope", "write"]
 
@@ -69,15 +70,8 @@ def show(results: dict[str, Any], console: Console | None = None) -> None:
 def write(results: dict[str, Any], folder: Path) -> None:
     """Write results.json and report.html into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "results.json", json.dumps(results, indent=1) + "\n")
-    _replace(folder / "report.html", _page(results))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    write_whole(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    write_whole(folder / "report.html", _page(results).encode())
 
 
 def _columns(case: str) -> tuple[str, ...]:

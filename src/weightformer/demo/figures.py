@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from weightformer.analysis.figures import AXES
 from weightformer.demo.scaling import ATTENTION, EXPLICIT, OURS
 
 __all__ = ["classes_plane", "embedded_png", "growth", "kernels", "training_curve"]
@@ -26,6 +27,7 @@ _DIGITS = ("#2f7ed8", "#e08214", "#2ca02c", "#d64550", "#9467bd", "#a0715e", "#e
 
 _INK = "#010203"  # stands for the page's own colour until the SVG is written
 _STYLE: dict[Any, Any] = {
+    **AXES,
     "font.family": "DejaVu Sans",  # measures the text; the page's font replaces it
     "font.size": 10,
     "svg.fonttype": "none",
@@ -33,18 +35,11 @@ _STYLE: dict[Any, Any] = {
     "axes.edgecolor": _INK,
     "axes.labelcolor": _INK,
     "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.color": _INK,
     "grid.alpha": 0.12,
     "grid.linewidth": 0.8,
     "xtick.color": _INK,
     "ytick.color": _INK,
-    "legend.frameon": False,
     "lines.linewidth": 2,
     "lines.markersize": 5,
 }

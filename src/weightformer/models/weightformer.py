@@ -65,9 +65,8 @@ class PatchEmbed(nn.Module):
             # No modulo of a negative size here: torch.compile's backend of torch 2.14 fails on one.
             rows, cols = ((side + patch - 1) // patch for side in (height, width))
             image = F.pad(image, (0, cols * patch - width, 0, rows * patch - height))
-        return (
-            self.proj(image).permute(0, 2, 3, 1).contiguous()
-        )  # here, where the convolution's layout is freed at once
+        # Contiguous already here, so that the convolution's own layout is freed at once.
+        return self.proj(image).permute(0, 2, 3, 1).contiguous()
 
 
 class WeightFormer(nn.Module):

@@ -97,7 +97,6 @@ def build_trainer(
         monitor: metric that decides which checkpoint is the best; larger is better.
         callbacks: further ones of the task.
     """
-    atexit.register(_leave_group)
     callbacks = [*(callbacks or []), ProgressBar()]
     loggers: list[Any] = []
     if folder is not None:
@@ -140,6 +139,7 @@ def build_trainer(
     )
 
 
+@atexit.register
 def _leave_group() -> None:
     """Lightning leaves the process group open; its threads must not outlive the interpreter."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -26,6 +26,7 @@ and any number of images will not help.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from argparse import ArgumentParser
@@ -77,6 +78,7 @@ def load_probe(root: str | os.PathLike[str] | None, *, train: bool) -> tuple[Ten
     return canvases, torch.where(cue == 0, a, b)
 
 
+@functools.cache  # a grid asks after every run
 def ceiling(root: str | os.PathLike[str] | None = None) -> float:
     """Share of test canvases on which logistic regression, told where to look, names the item (at half resolution)."""
     from sklearn.linear_model import LogisticRegression
