@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch,
     results = {key: value for key, value in results.items() if key != "folder"}
     report.write(results, tmp_path)
     before = (tmp_path / "results.json").read_text()
-    monkeypatch.setattr(report.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         report.write(results | {"rows": results["rows"][:1]}, tmp_path)
     assert (tmp_path / "results.json").read_text() == before
