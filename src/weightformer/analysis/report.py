@@ -161,7 +161,8 @@ def _stability(measured: Measurements) -> str:
     ]
     for task in dict.fromkeys(row["task"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["task"] == task]
-        parts += [dynamics_table(rows), f"\n![Loss and dynamics over steps](stability-{slug(task)}-dynamics.svg)\n"]
+        parts += [dynamics_table(rows), f"\n![Top-1 of every seed on {task}](stability-{slug(task)}.svg)\n"]
+        parts.append(f"![Loss and dynamics over steps](stability-{slug(task)}-dynamics.svg)\n")
     return "\n".join([*parts, *_missing(content)])
 
 
