@@ -107,10 +107,11 @@ def second_difference(model: nn.Module, images: Tensor) -> float:
     return float((logits[0] - logits[1] - logits[2] + logits[3]).norm() / logits.norm())
 
 
-@pytest.mark.parametrize(("depth", "every", "is_sum"), [(6, 0, True), (7, 0, False), (6, 6, False)])
+@pytest.mark.parametrize(("depth", "every", "is_sum"), [(6, 0, True), (9, 0, False), (6, 6, False)])
 def test_a_static_twin_of_six_blocks_is_a_sum_of_local_terms(
     depth: int, every: int, is_sum: bool, canvases: tuple[Tensor, Tensor]
 ) -> None:
+    torch.manual_seed(0)
     model = WeightFormer(1, 4, patch_size=7, embed_dim=8, depth=depth, dynamic_every=every).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
