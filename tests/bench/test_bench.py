@@ -226,6 +226,8 @@ def test_affine_fit() -> None:
     fixed, growth, error = report.affine([(x, 3 + 2e-5 * x) for x in pixels])
     assert (fixed, growth, error) == pytest.approx((3, 2e-5, 0), abs=1e-9)
     assert report.affine([(x, x**1.5) for x in pixels])[2] > 0.2
+    curves = {"ours": [(x, 3 + 2e-5 * x) for x in pixels], "other": [(x, x**1.5) for x in pixels]}
+    assert report._affine_fits(curves) == "ours 3.0 + 20.0 (0%), other no line"
 
 
 def test_peers_by_path_and_names_that_do_not_exist(tmp_path: Path) -> None:

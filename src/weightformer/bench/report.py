@@ -168,7 +168,8 @@ def _fits(results: dict[str, Any]) -> list[str]:
 
 def _affine_fits(curves: Curves) -> str:
     fits = {model: affine(points) for model, points in curves.items() if len(points) > 2}
-    return ", ".join(f"{model} {a:.1f} + {1e6 * b:.1f} ({error:.0%})" for model, (a, b, error) in fits.items())
+    lines = {m: f"{a:.1f} + {1e6 * b:.1f} ({e:.0%})" if e < 0.1 else "no line" for m, (a, b, e) in fits.items()}
+    return ", ".join(f"{model} {line}" for model, line in lines.items())
 
 
 def _page(results: dict[str, Any]) -> str:

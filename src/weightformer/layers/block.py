@@ -19,7 +19,7 @@ __all__ = ["Block", "untouched"]
 
 _STATIC_PARTS = (DepthwiseConv2d, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear)
 _DYNAMIC_PARTS = (DynamicDepthwiseConv2d, nn.LayerNorm, DynamicLinear, nn.GELU, nn.Linear)
-_STRIP_TOKENS = 1024  # few enough to stay in cache from the convolution to the second product
+_STRIP_TOKENS = 2048  # few enough to stay in cache from the convolution to the second product
 _STRIP_ROWS = 8  # at least, since every strip convolves a row more on either side
 
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
             x = x + self.conv(x)
             return x + self.drop_path(self.fc2(self.act(self.fc1(self.norm2(x)))))
         strips = self._strips(x)
-        if len(strips) == 1:
+        if not strips:
             return self._fused(x)
         out = x if overwrite_x and x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
         for image, result in zip(x.split(1), out.split(1), strict=True):
@@ -125,13 +125,14 @@ class Block(nn.Module):
             out[:, rows] = self._mlp(out[:, rows], self.norm2(out[:, rows]), weight)
 
     def _strips(self, x: Tensor) -> list[slice]:
-        """Rows to take at a time: those of a strip, or all where strips are of no use or the prediction needs all."""
+        """The rows of each strip; none in an image of less than two, or where the prediction needs all rows at once."""
         height, width = x.shape[1:3]
         fc1: Any = self.fc1
         norm1 = {self.norm1: nn.LayerNorm if self.dynamic else nn.Identity}
         whole = self.training or torch.is_grad_enabled() or capturing() or autocasting(x) or x.device.type != "cpu"
-        if whole or (self.dynamic and fc1.regions) or not untouched(norm1):
-            return [slice(0, height)]
+        small = height * width < 2 * _STRIP_TOKENS
+        if small or whole or (self.dynamic and fc1.regions) or not untouched(norm1):
+            return []
         rows = max(_STRIP_ROWS, _STRIP_TOKENS // width // 2 * 2)  # even: no pair of rows to be pooled is torn
         return [slice(start, min(start + rows, height)) for start in range(0, height, rows)]
 
