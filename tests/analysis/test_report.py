@@ -140,14 +140,18 @@ def test_stability(every: float | None, verdict: str, measured: Measurements) ->
     assert "Still missing: 2 of 4 runs, a/b/1 the first." in page(measured, EXPERIMENTS, SKIPPED)
 
 
-def test_throughput_and_memory_are_those_of_the_less_favourable_run(measured: Measurements) -> None:
-    for number, slower in ((1, 1.0), (2, 0.5)):
-        rows = [
-            {"case": case, "model": model, "value": value * (slower if model == "eager" else 1.0)}
-            for case, values in (("throughput", (8.0, 9.0, 1.0, 0.5)), ("memory", (10.0, 5.0, 50.0, 100.0)))
-            for model, value in zip(("eager", "native", "deit-fused", "deit-explicit"), values, strict=True)
+def test_speed_is_that_of_the_less_favourable_run_and_memory_that_of_its_own(measured: Measurements) -> None:
+    def rows(case: str, *values: float, size: int = 1248) -> list[dict[str, Any]]:
+        models = ("eager", "native", "deit-fused", "deit-explicit")
+        return [
+            {"case": case, "model": model, "size": size, "value": value}
+            for model, value in zip(models, values, strict=True)
         ]
-        write(measured, f"cpu_t1248_{number}", rows=rows)
+
+    write(measured, "cpu_t1248_1", rows=rows("throughput", 8.0, 9.0, 1.0, 0.5))
+    write(measured, "cpu_t1248_2", rows=rows("throughput", 4.0, 9.0, 1.0, 0.5))
+    assert claims._large(measured).verdict == PENDING
+    write(measured, "cpu_memory", rows=rows("memory", 10.0, 5.0, 50.0, 100.0) + rows("memory", 1, 1, 1, 1, size=448))
     finding = claims._large(measured)
     assert (
         "eager: the throughput is 4.0 times that of fused attention and 8.0 times that of explicit" in finding.measured
