@@ -96,28 +96,29 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ValueError: the file is no training checkpoint of this package.
     """
-    config, class_names = read_stored(path, "class_names")
+    config, class_names = read_stored(path, class_names=list)
     return config, [str(name) for name in class_names]
 
 
-def read_stored(path: str | Path, *names: str) -> list[Any]:
-    """The configuration (as a mapping) in a training checkpoint, and lists stored beside it under these names.
+def read_stored(path: str | Path, **kinds: type) -> list[Any]:
+    """The configuration (as a mapping) in a training checkpoint, and what is stored beside it under these names.
 
     Raises:
-        ValueError: the file is no training checkpoint of this package, or one of a task that stores no such lists.
+        ValueError: the file is no training checkpoint of this package, one of a task that stores no such things, or
+            what it stores is not of these types.
     """
     content = read_state_dict(path)
     stored = content.get("hyper_parameters")
     if not isinstance(stored, dict) or "config" not in stored:
         raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
-    if missing := [name for name in names if name not in stored]:
+    if missing := [name for name in kinds if name not in stored]:
         raise ValueError(f"{path} is a checkpoint of another task: it stores no {' and no '.join(missing)}")
-    config, *lists = (stored[name] for name in ("config", *names))
-    if not isinstance(config, dict) or not all(isinstance(entry, list) for entry in lists):
-        raise ValueError(f"{path}: its configuration or class names are damaged")
-    if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
+    kinds = {"config": dict, **kinds}
+    if damaged := [name for name, kind in kinds.items() if not isinstance(stored[name], kind)]:
+        raise ValueError(f"{path} is damaged: what it stores as {' and '.join(damaged)} is not what training writes")
+    if (stored["config"].get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
         warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=3)
-    return [config, *lists]
+    return [stored[name] for name in kinds]
 
 
 def normalization(config: ModelConfig) -> tuple[list[float], list[float]]:

@@ -250,4 +250,4 @@ def test_no_verb_runs_code(verb: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_classifiers_checkpoint_is_refused(classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", str(classifier)]) == 2
-    assert "no training checkpoint of a generator" in capsys.readouterr().err
+    assert "is a checkpoint of another task: it stores no samples" in capsys.readouterr().err

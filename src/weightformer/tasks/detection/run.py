@@ -78,5 +78,5 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
     Raises:
         ValueError: the file is no training checkpoint of this package, or one of another task.
     """
-    config, names, numbers = read_stored(path, "class_names", "category_ids")
+    config, names, numbers = read_stored(path, class_names=list, category_ids=list)
     return config, dict(zip(map(int, numbers), map(str, names), strict=True))

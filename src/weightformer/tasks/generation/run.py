@@ -14,7 +14,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from weightformer.models.checkpoint import read_state_dict
 from weightformer.tasks.generation.config import GenerationConfig, ScoreConfig
 from weightformer.tasks.generation.data import DataConfig, GenerationData
 from weightformer.tasks.generation.metrics import (
@@ -36,7 +35,7 @@ from weightformer.tasks.generation.sample import (
 )
 from weightformer.training.engine import build_trainer, claim_output
 from weightformer.training.loader import as_collated
-from weightformer.training.runs import fit, inference_device, report_skipped, schedule_counts
+from weightformer.training.runs import fit, inference_device, read_stored, report_skipped, schedule_counts
 
 __all__ = ["PREDICT_ARGUMENTS", "evaluate", "predict", "read_checkpoint", "train"]
 
@@ -149,17 +148,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     """The configuration (as a mapping) and the class names stored in a training checkpoint.
 
     Raises:
-        ValueError: the file is no training checkpoint of this package.
+        ValueError: the file is no training checkpoint of this package, or one of another task.
     """
-    content = read_state_dict(path)
-    stored = content.get("hyper_parameters")
-    if not isinstance(stored, dict) or not {"config", "class_names", "samples"} <= stored.keys():
-        raise ValueError(f"{path} is no training checkpoint of a generator of this package")
-    config, class_names = stored["config"], stored["class_names"]
-    if not isinstance(config, dict) or not isinstance(class_names, list):
-        raise ValueError(f"{path}: its configuration or class names are damaged")
-    if (config.get("trainer") or {}).get("ema_decay") and "averaging_state" not in content:
-        warnings.warn(f"{path} holds no averaged (EMA) weights, though it was trained with them", stacklevel=2)
+    config, class_names, _ = read_stored(path, class_names=list, samples=dict)
     return config, [str(name) for name in class_names]
 
 
