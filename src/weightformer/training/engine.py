@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
                 "restore those settings to resume it"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(text)
+    if not (record.exists() and record.read_text(encoding="utf-8") == text):
+        partial = record.with_suffix(".partial")  # half a record would lock the run out of its own folder
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, record)
     return folder
 
 
