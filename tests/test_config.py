@@ -109,3 +109,12 @@ def _mutate(rng: random.Random, text: bytes) -> bytes:
     else:
         lines[i] = lines[i].replace(rng.choice([b"e", b"a", b"t"]), rng.choice([b"", b"o"]), 1)
     return b"".join(lines)
+
+
+def test_a_key_that_stands_twice_is_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("base: &b {x: 1, y: 2}\nvariants:\n  a: {<<: *b, x: 3}\n  1: {}\n  '1': {}\n")
+    assert read_yaml(path)["variants"]["a"] == {"x": 3, "y": 2}
+    path.write_text("variants:\n  a: {x: 1}\n  b: {}\n  a: {x: 2}\n")
+    with pytest.raises(ValueError, match=r"grid\.yaml is not valid YAML: key 'a' twice .* line 4, column 3"):
+        read_yaml(path)

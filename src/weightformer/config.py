@@ -39,14 +39,28 @@ def recipe_path(name: str) -> Path:
     raise FileNotFoundError(f"no configuration file {name!r}, and no recipe of that name{_nearest(name, recipes())}")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML takes the last of equal keys without a word, and the others are lost."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """See PyYAML."""
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ValueError: the file is no YAML, or holds something else than a mapping.
+        ValueError: the file is no YAML, holds a key twice, or holds something else than a mapping.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = _UniqueKeys(Path(path).read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:

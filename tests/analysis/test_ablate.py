@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from scipy.stats import ttest_ind
 from weightformer.analysis.ablate import (
     GridConfig,
     ablate,
+    execute,
     expand,
     grids,
     read_grid,
@@ -117,6 +119,9 @@ def test_merging_reaches_into_kwargs_and_leaves_the_grid_alone(tmp_path: Path) -
         ({"seeds": [1, 1]}, "seeds must differ"),
         ({"variants": {}}, "needs tasks, variants and seeds"),
         ({"variantz": {}}, "did you mean variants"),
+        ({"variants": {"a+b": {}, "a b": {}}}, "variants 'a\\+b' and 'a b' would share the folder 'a-b'; rename one"),
+        ({"tasks": {"β": SMALL}}, "task 'β' cannot name a folder"),
+        ({"variants": {0: {}}}, "variant 0 cannot name a folder; give it a name .* in quotes"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -228,6 +233,43 @@ def test_list_prints_commands_and_runs_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_worker_is_a_mistake(workers: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--workers must be at least 1, got {workers}"):
+        ablate(grid(tmp_path / "out"), workers=workers)
+
+
+def test_a_damaged_result_is_named_before_anything_runs(tmp_path: Path) -> None:
+    damaged = tmp_path / "digits" / "static" / "1" / "result.json"
+    damaged.parent.mkdir(parents=True)
+    for content in ('{"task": "dig', "[]", "{}"):
+        damaged.write_text(content)
+        with pytest.raises(ValueError, match=r"static/1/result\.json is damaged; delete it"):
+            ablate(grid(tmp_path), only="digits/released/0")
+    assert not (tmp_path / "digits" / "released").exists()
+
+
+def test_rows_beside_those_that_are_run_are_of_the_same_settings(finished: Path) -> None:
+    """The table shows all of them."""
+    changed = {**VARIANTS, "static": {"model": {"kwargs": {"dynamic_every": 2}}}}
+    with pytest.raises(ValueError, match="static/0 holds a run with other settings"):
+        ablate(grid(finished, variants=changed), only="digits/released/0")
+
+
+def test_whatever_a_model_raises_stays_its_own(tmp_path: Path) -> None:
+    """timm refuses sizes by assertions."""
+    unfit = {"model": {"name": "test_vit", "kwargs": {"patch_size": 7, "embed_dim": 48, "depth": 1}}}
+    for run in expand(grid(tmp_path, variants={"unfit": unfit}, seeds=[0])):
+        assert "AssertionError: " in execute(run)["error"]
+        assert not (tmp_path / "digits" / "unfit" / "0" / "result.json").exists()
+
+
+def test_a_killed_worker_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightformer.analysis.ablate._prepare_worker", os.abort)
+    with pytest.raises(ChildProcessError, match=r"a worker was killed.*the same command goes on"):
+        ablate(grid(tmp_path / "out"), workers=2)
+
+
 # Cost, spread and significance
 
 
@@ -242,6 +284,9 @@ def test_steps_that_a_resumption_repeated_are_counted_once(tmp_path: Path) -> No
     assert training_cost(tmp_path / "log.jsonl") == {"steps": 50, "cpu_seconds": pytest.approx(10.0)}
     (tmp_path / "log.jsonl").write_text(json.dumps(records[1]))
     assert training_cost(tmp_path / "log.jsonl") == {"steps": 10}
+    (tmp_path / "log.jsonl").write_text(json.dumps(records[1]) + '\n{"time": 1')
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 2, is damaged; delete that line"):
+        training_cost(tmp_path / "log.jsonl")
 
 
 def row(variant: str, seed: int, top1: float | None, task: str = "t") -> dict[str, Any]:

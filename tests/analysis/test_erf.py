@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from weightformer.analysis.erf import ReceptiveField, receptive_field
+from weightformer.analysis.erf import ReceptiveField, panels, receptive_field
 from weightformer.cli import main
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.tasks.classification import Config, train
@@ -207,6 +207,15 @@ def test_reach_moves_the_window(checkpoint: Path, tmp_path: Path) -> None:
         (["nowhere.ckpt"], "nowhere.ckpt"),
         (["weightformer_micro", "--size", "1", "2", "3"], "--size"),
         (["weightformer_micro {wings: 2}"], "wings"),
+        (["weightformer_micro {depth: [}"], "not valid YAML"),
+        (
+            ["weightformer_micro {in_chans: 2}"],
+            "the photographs have no 2 channels; give images that have with --images",
+        ),
+        (["weightformer_micro", "--pretrained"], "No pretrained weights exist for weightformer_micro"),
+        (["weightformer_micro", "--reach", "-5"], "--reach must not be negative, got -5"),
+        (["weightformer_micro", "--num", "0"], "--num must be at least 1, got 0"),
+        (["test_vit", "--size", "63"], "test_vit: Input height (63) should be divisible by patch size (16)"),
     ],
 )
 def test_mistakes_end_in_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,3 +223,51 @@ def test_mistakes_end_in_one_sentence(argv: list[str], sentence: str, capsys: py
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert sentence in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["weightformer_micro", "--save", "figure.json"], "'figure.json' does not say the format of the picture"),
+        (["weightformer_micro", "--save", "figure"], "'figure' does not say the format of the picture"),
+        (["weightformer_micro", "--save", __file__ + "/figure.png"], __file__),
+        (["weightformer_micro", "weightformer_huge"], "'weightformer_huge'"),
+        (["weightformer_micro", "nowhere.ckpt"], "no weight file at nowhere.ckpt"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_measured(
+    argv: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("weightformer.analysis.erf.receptive_field", lambda *_, **__: pytest.fail("measured"))
+    assert main(["erf", *argv]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_measured_does_not_cost_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "figure.png"
+    argv = ["weightformer_micro {depth: 2}", "test_vit", "test_resnet", "--size", "63", "--num", "1"]
+    assert main(["erf", *argv, "--save", str(save)]) == 2
+    assert [row["label"] for row in json.loads(save.with_suffix(".json").read_text())] == [argv[0], "test_resnet"]
+    error = capsys.readouterr().err
+    assert error.startswith("error: test_vit: Input height (63)")
+    assert f"({save} shows the others)" in error
+
+
+def test_a_checkpoint_of_another_task_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "boxes.ckpt"
+    stored = {"config": {"task": "detection", "data": {"coco": "x"}}, "class_names": ["a"]}
+    torch.save({"hyper_parameters": stored, "state_dict": {}}, path)
+    assert main(["erf", str(path)]) == 2
+    assert "boxes.ckpt is a checkpoint of detection" in capsys.readouterr().err
+
+
+def test_runs_of_a_grid_are_called_by_more_than_their_seed(checkpoint: Path, tmp_path: Path) -> None:
+    names = []
+    for folder in ("static/0", "released/0", "mine"):
+        copy = tmp_path / folder / "checkpoints" / "last.ckpt"
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(checkpoint.read_bytes())
+        names += [panel.label for panel in panels([str(copy)], num=1)]
+    assert names == ["static/0", "released/0", "mine"]

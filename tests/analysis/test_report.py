@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from weightformer.analysis import claims
 from weightformer.analysis.ablate import expand, read_grid
 from weightformer.analysis.claims import FAILS, HOLDS, OPEN, PENDING, Measurements
+from weightformer.analysis.erf import _parse
 from weightformer.analysis.experiments import EXPERIMENTS, SKIPPED, main
 from weightformer.analysis.report import page
 
@@ -138,6 +140,9 @@ def test_stability(every: float | None, verdict: str, measured: Measurements) ->
     write(measured, "stability", rows=rows, grid={"baseline": "released"}, marks={}, missing=["a/b/1", "a/c/1"])
     assert claims._stability(measured).verdict == verdict
     assert "Still missing: 2 of 4 runs, a/b/1 the first." in page(measured, EXPERIMENTS, SKIPPED)
+    assert "one epoch, one seed," in claims._stability(measured).on
+    write(measured, "stability", rows=[*rows, {**rows[0], "seed": 1}], grid={"baseline": "released"}, marks={})
+    assert "one epoch, 1 to 2 seeds," in claims._stability(measured).on
 
 
 def test_speed_is_that_of_the_less_favourable_run_and_memory_that_of_its_own(measured: Measurements) -> None:
@@ -193,3 +198,19 @@ def test_the_page_shows_tables_figures_machine_and_commands(measured: Measuremen
     figures = {path.name for path in docs.glob("*.svg")}
     assert figures == {"strategies-probe.svg", "strategies-fashion-mnist.svg"}
     assert all(skipped.name in text for skipped in SKIPPED)
+
+
+def test_a_page_is_not_overwritten_for_want_of_measurements(tmp_path: Path) -> None:
+    (tmp_path / "index.md").write_text("results of hours")
+    with pytest.raises(SystemExit):
+        main(["--report_only", "--results", str(tmp_path / "resluts"), "--docs", str(tmp_path)])
+    assert (tmp_path / "index.md").read_text() == "results of hours"
+    assert not (tmp_path / "resluts").exists()
+
+
+def test_the_commands_of_receptive_fields_can_be_typed() -> None:
+    for experiment in EXPERIMENTS:
+        if experiment.name == "erf_before":
+            specs = shlex.split(experiment.command)[2:-4]
+            assert len(specs) == 10
+            assert [label for label, _, _ in map(_parse, specs)][-2:] == ["static", "DeiT"]

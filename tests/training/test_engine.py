@@ -83,6 +83,20 @@ def test_another_configuration_does_not_touch_a_run(tmp_path: Path) -> None:
     assert "lr: 1.0" in (folder / "config.yaml").read_text()
 
 
+def test_a_record_of_the_configuration_is_written_whole_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a record would lock the run out of its own folder."""
+    claim_output(tmp_path, {"seed": 0})
+    before = (tmp_path / "config.yaml").stat().st_mtime_ns
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("written again"))
+    claim_output(tmp_path, {"seed": 0})
+    assert (tmp_path / "config.yaml").stat().st_mtime_ns == before
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # as killed before the end
+    claim_output(tmp_path, {"seed": 0, "dynamics_every": 5})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 0}
+
+
 def test_how_a_run_is_evaluated_may_change(tmp_path: Path) -> None:
     """An evaluation that needs too much memory must not cost the run."""
     before = {"data": {"val_batch_size": 8}, "infer": {"mode": "whole", "window": 512, "stride": 341}}

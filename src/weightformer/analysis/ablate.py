@@ -16,7 +16,8 @@ import shlex
 import statistics
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from weightformer.analysis.flops import multiply_adds
 from weightformer.analysis.machine import machine, now
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.streaming.workspace import write_whole
+from weightformer.training.log import read_log
 
 __all__ = ["GridConfig", "Run", "Summary", "ablate", "grid_path", "grids", "significance_note", "summarise"]
 
@@ -55,9 +57,23 @@ class GridConfig:
             raise ValueError("a grid needs tasks, variants and seeds")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must differ, got {self.seeds}")
+        for kind, names in (("task", self.tasks), ("variant", self.variants)):
+            _check_names(kind, names)
         self.baseline = self.baseline or next(iter(self.variants))
         if self.baseline not in self.variants:
             raise ValueError(f"baseline {self.baseline!r} is no variant; choose one of {', '.join(self.variants)}")
+
+
+def _check_names(kind: str, names: Iterable[Any]) -> None:
+    """Every name is to have a folder of its own."""
+    folders: dict[str, str] = {}
+    for name in names:
+        folder = slug(name) if isinstance(name, str) else ""
+        if not folder:
+            raise ValueError(f"{kind} {name!r} cannot name a folder; give it a name with a letter or digit, in quotes")
+        if folder in folders:
+            raise ValueError(f"{kind}s {folders[folder]!r} and {name!r} would share the folder {folder!r}; rename one")
+        folders[folder] = name
 
 
 @dataclass(frozen=True)
@@ -209,11 +225,18 @@ def ablate(grid: GridConfig, *, workers: int = 1, only: str = "*", console: Cons
 
     Returns:
         A sentence for each run that failed.
+
+    Raises:
+        ValueError: a mistake in the grid, no worker, or a folder whose run has other settings or a damaged result.
+        OSError: a worker process was killed; what was finished is kept.
     """
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {workers}")
     console = console or Console(highlight=False)
     every = expand(grid)
     runs = _matching(every, only)
-    open_runs = [run for run in runs if not _is_finished(run)]
+    finished = {run.name for run in every if _is_finished(run)}  # all of them, since the table shows all of them
+    open_runs = [run for run in runs if run.name not in finished]
     console.print(f"{len(runs)} runs, {len(runs) - len(open_runs)} of them finished", markup=False)
     failures = []
     for number, (run, row) in enumerate(_execute_all(open_runs, workers), 1):
@@ -277,7 +300,7 @@ def _recorded(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
 
 def write_results(grid: GridConfig, runs: Sequence[Run]) -> dict[str, Any]:
     """Collect the finished runs into ``results.json``; returns its content."""
-    rows = [json.loads(path.read_text()) for run in runs if (path := _result(run)).exists()]
+    rows = [_read_result(path) for run in runs if (path := _result(run)).exists()]
     content = {
         "date": now(),
         "machine": machine(),
@@ -421,10 +444,15 @@ def _execute_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, dict[
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_prepare_worker) as pool:
-        futures = {pool.submit(execute, run): run for run in runs}
         try:
+            futures = {pool.submit(execute, run): run for run in runs}
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a worker was killed, perhaps for want of memory: what was finished is kept, and the same command goes "
+                "on from there; fewer --workers need less memory"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -466,12 +494,13 @@ def execute(run: Run) -> dict[str, Any]:
             except FloatingPointError as error:
                 row["diverged"] = str(error)
         row |= _cost(config)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        return {**row, "error": str(error)}
-    row |= training_cost(folder / "log.jsonl")
-    if config.dynamics_every:
-        row["dynamics"] = read_dynamics(folder)
-    write_whole(folder / "result.json", (json.dumps(row) + "\n").encode())
+        row |= training_cost(folder / "log.jsonl")
+        if config.dynamics_every:
+            row["dynamics"] = read_dynamics(folder)
+        write_whole(folder / "result.json", (json.dumps(row) + "\n").encode())
+    except Exception as error:  # noqa: BLE001  whatever a model raises, the other runs are not to suffer from it
+        known = isinstance(error, (ValueError, OSError, RuntimeError, ImportError))
+        return {**row, "error": str(error) if known else f"{type(error).__name__}: {error}"}
     return row
 
 
@@ -482,7 +511,7 @@ def training_cost(log: Path) -> dict[str, Any]:
     """
     spent, measured, last = 0.0, 0, -1
     first: tuple[float, int] | None = None
-    for record in map(json.loads, log.read_text().splitlines()):
+    for record in read_log(log):
         if record.get("event") == "start":
             first = None
         elif "train/loss_step" in record:
@@ -526,13 +555,14 @@ def _is_finished(run: Run) -> bool:
     """Whether the run's folder holds its result.
 
     Raises:
-        ValueError: the folder holds a run with other settings.
+        ValueError: the folder holds a run with other settings, or a damaged result.
     """
     from weightformer.tasks.classification import Config
     from weightformer.training.engine import claim_output
 
     if not _result(run).exists():
         return False
+    _read_result(_result(run))
     config = parse_config(Config, run.content, where=run.name)
     claim_output(config.output, dataclasses.asdict(config))
     return True
@@ -540,6 +570,16 @@ def _is_finished(run: Run) -> bool:
 
 def _result(run: Run) -> Path:
     return Path(run.content["output"]) / "result.json"
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        if {"task", "variant", "seed", "parameters"} <= row.keys():
+            return row
+    except (ValueError, AttributeError):
+        pass
+    raise ValueError(f"{path} is damaged; delete it, and the same command makes it again from the run's checkpoint")
 
 
 def _command(recipe: str, base: Mapping[str, Any], differs: Mapping[str, Any]) -> str:

@@ -298,10 +298,12 @@ def _stability(found: Measurements) -> Finding:
     floor = min(released) - 0.05 if released else 1.0
     broken = [name for name, rows in groups.items() if any("diverged" in row or row["top1"] < floor for row in rows)]
     healthy = [name for name in groups if name not in broken]
+    least, most = (pick(map(len, groups.values())) for pick in (min, max))
+    seeds = f"{least} to {most} seeds" if least < most else f"{least} seeds" if least > 1 else "one seed"
     return Finding(
         f"diverged, or five points below the released form: {'; '.join(broken) or 'none'}. Trained well: "
         f"{'; '.join(healthy) or 'none'}",
-        "Fashion-MNIST, one epoch, models of 6 blocks",
+        f"Fashion-MNIST, one epoch, {seeds}, models of 6 blocks",
         HOLDS if any("every block" in name for name in broken) else FAILS,
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightformer.training.dynamics import Thresholds, early_warnings
+from weightformer.training.log import read_log
 
 __all__ = ["QUANTITIES", "dynamics_table", "read_dynamics"]
 
@@ -39,7 +39,7 @@ def read_dynamics(folder: str | Path, thresholds: Thresholds | None = None) -> d
         raise FileNotFoundError(f"{folder} holds no log.jsonl; give the output folder of a training run")
     losses: dict[int, float] = {}
     steps: dict[int, dict[str, float]] = {}
-    for record in map(json.loads, path.read_text().splitlines()):
+    for record in read_log(path):
         if "train/loss_step" in record:
             losses[record["step"]] = record["train/loss_step"]
         found = {key.removeprefix("dynamics/"): value for key, value in record.items() if key.startswith("dynamics/")}

@@ -8,6 +8,7 @@ its largest value; numbers are taken from the map itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -216,18 +217,36 @@ def erf(
         before: show each checkpoint's architecture with random weights as well.
         pretrained: take the weights that the author of a timm model released.
         console: where the table goes.
+
+    Raises:
+        ValueError: a mistake in the arguments, all of which are looked at before the first model is measured, or
+            models that could not be measured; those that could are drawn first.
     """
+    from weightformer.analysis.figures import check_format, erf_figure
+
     fields: list[ReceptiveField] = []
+    failures: list[str] = []
     console = console or Console(highlight=False)
-    for panel in panels(specs, size=size, images=images, num=num, before=before, pretrained=pretrained):
-        fields.append(receptive_field(panel.model, panel.images, label=panel.label, note=panel.note, reach=reach))
-        if reach is None and any(isinstance(module, Block) for module in panel.model.modules()):
-            reach = fields[-1].reach
+    save = Path(save)
+    check_format(save)
+    if num < 1:
+        raise ValueError(f"--num must be at least 1, got {num}")
+    if reach is not None and reach < 0:
+        raise ValueError(f"--reach must not be negative, got {reach}")
+    for spec in specs:
+        _parse(spec)
+    save.parent.mkdir(parents=True, exist_ok=True)
+    for spec in specs:
+        with _recorded(spec, failures):
+            for panel in panels([spec], size=size, images=images, num=num, before=before, pretrained=pretrained):
+                field = receptive_field(panel.model, panel.images, label=panel.label, note=panel.note, reach=reach)
+                fields.append(field)
+                if reach is None and any(isinstance(module, Block) for module in panel.model.modules()):
+                    reach = field.reach
     if reach is not None:
         fields = [dataclasses.replace(field, reach=reach) for field in fields]
-    save = Path(save)
-    from weightformer.analysis.figures import erf_figure
-
+    if not fields:
+        raise ValueError("; ".join(failures))
     erf_figure(fields, save)
     numbers = [field.numbers() for field in fields]
     save.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
@@ -244,7 +263,19 @@ def erf(
             f"{row['side_99']} px",
         )
     console.print(table)
+    if failures:
+        raise ValueError(f"{'; '.join(failures)} ({save} shows the others)")
     return fields
+
+
+@contextlib.contextmanager
+def _recorded(spec: str, failures: list[str]) -> Iterator[None]:
+    """Add what goes wrong to the failures, so that one model of a figure does not cost the others."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  whatever a model's constructor or its forward pass raises
+        sentence = str(error) or type(error).__name__
+        failures.append(sentence if spec in sentence else f"{spec}: {sentence}")
 
 
 def panels(
@@ -275,15 +306,29 @@ def panels(
         raise ValueError(f"--size takes a side, or height and width, in pixels; got {list(size)}")
     wanted = (size[0], size[-1]) if size else None
     for spec in specs:
-        match = re.fullmatch(r"(?:([^={/]+)=)?([^{]+?)\s*(\{.*\})?", spec)
-        if match is None:
-            raise ValueError(f"{spec!r} is neither a checkpoint nor a model name, possibly with {{arguments}}")
-        label, name, arguments = match.groups()
-        if name.endswith((".ckpt", ".pt", ".pth", ".safetensors")) or Path(name).is_file():
+        label, name, kwargs = _parse(spec)
+        if kwargs is None:
             yield from _checkpoint_panels(name, label, wanted, images, num, before)
         else:
-            kwargs = yaml.safe_load(arguments) if arguments else {}
             yield _timm_panel(name, kwargs, label or spec, wanted, images, num, pretrained)
+
+
+def _parse(spec: str) -> tuple[str | None, str, dict[str, Any] | None]:
+    """Label, if any, name, and constructor arguments; None instead of these for a checkpoint."""
+    match = re.fullmatch(r"(?:([^={/]+)=)?([^{]+?)\s*(\{.*\})?", spec)
+    if match is None:
+        raise ValueError(f"{spec!r} is neither a checkpoint nor a model name, possibly with {{arguments}}")
+    label, name, arguments = match.groups()
+    if name.endswith((".ckpt", ".pt", ".pth", ".safetensors")) or Path(name).is_file():
+        if not Path(name).is_file():
+            raise FileNotFoundError(f"no weight file at {name}")
+        return label, name, None
+    if not timm.is_model(name):
+        raise ValueError(f"no checkpoint {name!r}, and timm knows no model of that name")
+    try:
+        return label, name, yaml.safe_load(arguments) if arguments else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{spec!r}: the arguments are not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _checkpoint_panels(
@@ -297,6 +342,8 @@ def _checkpoint_panels(
     from weightformer.training.runs import normalization
 
     content, class_names = read_checkpoint(path)
+    if (task := content.get("task", "classification")) != "classification":
+        raise ValueError(f"{path} is a checkpoint of {task}; receptive fields are those of classification models")
     config = parse_config(Config, content, where=path)
     if size:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=size))
@@ -311,7 +358,7 @@ def _checkpoint_panels(
             if len(images) >= num:
                 break
         images = images[:num]
-    label = label or Path(path).resolve().parents[1].name
+    label = label or _run_name(Path(path).resolve())
     fresh = dataclasses.replace(config.model, weights=None, pretrained=False)
     for trained in (False, True) if before else (True,):
         with torch.random.fork_rng(devices=[]):
@@ -320,6 +367,12 @@ def _checkpoint_panels(
         if trained:
             load_weights(model, path)
         yield Panel(label, "trained" if trained else "random weights", model, images)
+
+
+def _run_name(path: Path) -> str:
+    """The folder of a run, and the one above it where its name is a mere seed, as in a grid."""
+    names = path.parts[1:-2] or (path.stem,)
+    return "/".join(names[-2:] if names[-1].isdigit() else names[-1:])
 
 
 def _timm_panel(
@@ -331,8 +384,6 @@ def _timm_panel(
     num: int,
     pretrained: bool,
 ) -> Panel:
-    if not timm.is_model(name):
-        raise ValueError(f"no checkpoint {name!r}, and timm knows no model of that name")
     config: Any = timm.models.get_pretrained_cfg(name)
     size = size or tuple(config.input_size[1:])
     channels = kwargs.get("in_chans", 3)
@@ -370,6 +421,8 @@ def _photographs(
     """Crops of the two photographs that scikit-learn ships, always the same."""
     from sklearn.datasets import load_sample_images
 
+    if channels not in (1, 3):
+        raise ValueError(f"the photographs have no {channels} channels; give images that have with --images")
     photographs = [Image.fromarray(array) for array in load_sample_images().images]
     random = np.random.default_rng(0)
     images = []

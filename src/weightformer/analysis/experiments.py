@@ -6,6 +6,7 @@ python -m weightformer.analysis.experiments [--workers N] [--results FOLDER] [--
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from argparse import ArgumentParser
@@ -63,15 +64,16 @@ def _grid(name: str) -> Callable[[Path, int], bool]:
     return run
 
 
-def _fields_before(path: Path, _: int) -> bool:
-    """The paper's row "before training": every strategy, its picture pooled as there, at 1024 px."""
-    if path.exists():
-        return True
+def _specs_before() -> list[str]:
     wide = "weightformer_tiny"
     specs = [f"linear {name}={wide} {_kwargs('linear_predictor', name)}" for name in _STRATEGIES]
     specs += [f"conv {name}={wide} {{conv_predictor: {name}}}" for name in _KERNELS if name != "adaptive"]
-    specs += [f"static={wide} {{dynamic_every: 0}}", "DeiT=deit_tiny_patch16_224"]
-    return _fields(path, specs, size=[1024], num=2)
+    return [*specs, f"static={wide} {{dynamic_every: 0}}", "DeiT=deit_tiny_patch16_224"]
+
+
+def _fields_before(path: Path, _: int) -> bool:
+    """The paper's row "before training": every strategy, its picture pooled as there, at 1024 px."""
+    return path.exists() or _fields(path, _specs_before(), size=[1024], num=2)
 
 
 def _kwargs(key: str, name: str) -> str:
@@ -114,7 +116,7 @@ EXPERIMENTS = [
     ),
     Experiment(
         "erf_before",
-        "weightformer erf 'weightformer_tiny {linear_predictor: deep, pool: 7x7}' ... --size 1024 --num 2",
+        f"weightformer erf {shlex.join(_specs_before())} --size 1024 --num 2",
         "about five CPU minutes",
         _fields_before,
     ),
@@ -140,7 +142,11 @@ SKIPPED = [
     ),
     Skipped("COCO 2017 and ADE20K", "pre-training on ImageNet first, then 380,000 and 160,000 iterations on GPUs", ""),
     Skipped("class-conditional ImageNet at 256 px, FID-50K", "400,000 iterations at batch 256 on GPUs", ""),
-    Skipped("throughput and memory at 1248 px on a GPU", "a GPU; the CPU figures are below", "benchmarks/gpu.sh"),
+    Skipped(
+        "throughput and memory at 1248 px on a GPU",
+        "a GPU; what two CPU cores give is in the first table",
+        "benchmarks/gpu.sh",
+    ),
 ]
 
 
@@ -153,6 +159,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--report_only", action="store_true", help="write the page from the measurements there are")
     args = parser.parse_args(argv)
     results, console, failed = Path(args.results), Console(highlight=False), []
+    if args.report_only and not any(results.glob("*.json")):
+        parser.error(f"{results} holds no measurements; the page is left as it is")  # else all would be "not measured"
     results.mkdir(parents=True, exist_ok=True)
     for experiment in [] if args.report_only else EXPERIMENTS:
         console.print(f"{experiment.name}: {experiment.cost}", markup=False)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightformer.analysis.ablate import Summary
     from weightformer.analysis.erf import ReceptiveField
 
-__all__ = ["AXES", "dynamics_figure", "erf_figure", "grid_figure"]
+__all__ = ["AXES", "check_format", "dynamics_figure", "erf_figure", "grid_figure"]
 
 _COLOURS = (
     "#0072b2",
@@ -45,6 +45,17 @@ AXES: dict[Any, Any] = {
 _STYLE = {**AXES, "font.size": 9, "svg.hashsalt": "weightformer", "grid.alpha": 0.25}
 
 
+def check_format(path: Path) -> None:
+    """Refuse a file that no figure can be written to, before it is computed.
+
+    Raises:
+        ValueError: the suffix is none of a picture.
+    """
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"{str(path)!r} does not say the format of the picture: end it in .png, .svg or .pdf")
+
+
 def grid_figure(summaries: Sequence[Summary], marks: Mapping[str, float], path: Path) -> None:
     """Top-1 of every seed and their mean, a row a variant, beside what a forward pass and a run cost.
 
@@ -69,7 +80,7 @@ def grid_figure(summaries: Sequence[Summary], marks: Mapping[str, float], path: 
         for name, share in marks.items():
             left.axvline(100 * share, color="#444444", ls="--", lw=0.9)
             left.annotate(name, (100 * share, -0.85), fontsize=8, ha="center", annotation_clip=False)
-        left.set(title=f"{summaries[0].task}: top-1, %" + (" (bar: mean of the seeds)" if marks == {} else "\n"))
+        left.set(title=f"{summaries[0].task}: top-1, % (bar: mean of the seeds)" + ("\n" if marks else ""))
         left.set_yticks(rows, [summary.variant for summary in summaries])
         left.invert_yaxis()
         costs = [summary.multiply_adds / 1e6 for summary in summaries]

@@ -35,7 +35,8 @@ dress or a sneaker in the middle (the cue) says whether to name the item at the 
 is right in {probe.CHANCE:.0%} of the canvases; naming one of the items without heeding the cue in {probe.LOCAL:.0%};
 and no model that adds up local evidence can exceed {probe.LOCAL_BOUND:.0%}. The static twin is such a model: its
 convolutions never see two of the three items, and its last layer averages what each place says. The picture's
-*ceiling* is logistic regression that is told where to look.
+*ceiling* is logistic regression that is told where to look. Attention reaches everything: a DeiT twin that stays near
+{probe.LOCAL:.0%} has not learned the task in these few epochs, which does not say that it cannot.
 """
 
 _TASKS = {"fashion_mnist": "### Fashion-MNIST, 28 × 28 px\n", "probe": _PROBE}
@@ -121,7 +122,11 @@ def _missing(content: dict[str, Any]) -> list[str]:
 def _fields(measured: Measurements) -> str:
     parts = [
         "The effective receptive field of the central token: how much each pixel moves its features. White dashes "
-        "mark what the model's convolutions reach; brightness is the fifth root, on one scale for all panels.\n"
+        "mark what the model's convolutions reach; brightness is the fifth root, on one scale for all panels. The last "
+        "two columns give the side of the square around that token which holds so much of it; a square may extend "
+        "beyond the image. **Before training** predicted linear weights are next to nothing "
+        "([how small](../strategies.md)), so that the panels `linear x` show what the *adaptive* convolution sees: gap "
+        "and bilateral, which start from the same random numbers, agree, and the others differ mostly by theirs.\n"
     ]
     titles = {
         "erf_before": "Before training, `weightformer_tiny` at 1024 px, tokens pooled to 7 × 7 as in the paper",
@@ -157,7 +162,9 @@ def _stability(measured: Measurements) -> str:
 
     parts = [
         "Fashion-MNIST, one epoch, gradients not clipped unless said; every quantity is that of the worst layer "
-        "([what they mean](../experiments.md#dynamics)).\n"
+        "([what they mean](../experiments.md#dynamics)). *The last* is `every block, no normalisation, rate x4`, and "
+        "what follows *cured by* is what was tried against it, whether it helped or not; `cured by normalisation` "
+        "clips as well, and `every block, rate x4` is normalised alone.\n"
     ]
     for task in dict.fromkeys(row["task"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["task"] == task]

@@ -19,6 +19,7 @@ from weightformer.analysis.machine import machine, now
 from weightformer.config import parse_config, read_yaml, recipe_path
 from weightformer.demo import scaling
 from weightformer.demo.weights import neighbour_agreement, predicted_weights, principal_plane
+from weightformer.training.log import read_log
 
 __all__ = ["run"]
 
@@ -119,7 +120,7 @@ def _train(config: Any) -> dict[str, Any]:
     classification.train(config)
     sessions: list[list[float]] = []
     losses, accuracies, steps_per_epoch = {}, {}, 1.0
-    for record in map(json.loads, (folder / "log.jsonl").read_text().splitlines()):
+    for record in read_log(folder / "log.jsonl"):
         if record.get("event") == "start":
             sessions.append([record["time"]])
         if "val/top1" in record:  # a complete run that is started again evaluates once more, after its last epoch

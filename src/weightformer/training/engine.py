@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,12 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
                 "restore those settings to resume it"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(text)
+    if not (record.exists() and record.read_text(encoding="utf-8") == text):
+        # Half a record would lock the run out of its own folder; and every process of a run writes one.
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".partial", delete=False) as file:
+            file.write(text)
+        os.chmod(file.name, 0o666 & ~_umask())
+        os.replace(file.name, record)
     return folder
 
 

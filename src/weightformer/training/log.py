@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["JSONLinesLogger"]
+__all__ = ["JSONLinesLogger", "read_log"]
 
 
 class JSONLinesLogger(Logger):
@@ -53,3 +53,20 @@ class JSONLinesLogger(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({**stamps, **record}) + "\n")
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a log, in the order in which they were written.
+
+    Raises:
+        ValueError: a line is damaged, as a full disk leaves it.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [_record(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is damaged; delete that line") from error

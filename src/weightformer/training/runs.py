@@ -110,7 +110,9 @@ def read_stored(path: str | Path, **kinds: type) -> list[Any]:
     content = read_state_dict(path)
     stored = content.get("hyper_parameters")
     if not isinstance(stored, dict) or "config" not in stored:
-        raise ValueError(f"{path} is no training checkpoint of this package; say with --config what model it is for")
+        raise ValueError(
+            f"{path} is no training checkpoint of this package; only `weightformer eval --config` takes others"
+        )
     if missing := [name for name in kinds if name not in stored]:
         raise ValueError(f"{path} is a checkpoint of another task: it stores no {' and no '.join(missing)}")
     kinds = {"config": dict, **kinds}
