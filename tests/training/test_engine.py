@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities import rank_zero_only
 
 from weightformer.training.engine import claim_output, last_checkpoint, seed_step
 
@@ -95,6 +96,12 @@ def test_a_record_of_the_configuration_is_written_whole_and_once(
     monkeypatch.setattr(os, "replace", lambda *_: None)  # as killed before the end
     claim_output(tmp_path, {"seed": 0, "dynamics_every": 5})
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 0}
+
+
+def test_one_process_writes_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    claim_output(tmp_path, {"seed": 0})
+    assert not list(tmp_path.iterdir())
 
 
 def test_how_a_run_is_evaluated_may_change(tmp_path: Path) -> None:

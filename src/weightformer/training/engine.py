@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from weightformer.config import read_yaml
 from weightformer.training.callbacks import EpochSummary, ExponentialMovingAverage, NonFiniteGuard, ProgressBar
@@ -51,12 +52,11 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
                 "restore those settings to resume it"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    if not (record.exists() and record.read_text(encoding="utf-8") == text):
-        # Half a record would lock the run out of its own folder; and every process of a run writes one.
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".partial", delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o666 & ~_umask())
-        os.replace(file.name, record)
+    changed_or_new = not record.exists() or record.read_text(encoding="utf-8") != text
+    if changed_or_new and rank_zero_only.rank == 0:  # two processes would take each other's half-written file away
+        partial = record.with_suffix(".partial")  # half a record would lock the run out of its own folder
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, record)
     return folder
 
 
