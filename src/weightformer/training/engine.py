@@ -53,7 +53,8 @@ def claim_output(folder: str | Path, config: Mapping[str, Any]) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     changed_or_new = not record.exists() or record.read_text(encoding="utf-8") != text
-    if changed_or_new and rank_zero_only.rank == 0:  # two processes would take each other's half-written file away
+    first = getattr(rank_zero_only, "rank", 0) == 0  # two processes would take each other's half-written file away
+    if changed_or_new and first:
         partial = record.with_suffix(".partial")  # half a record would lock the run out of its own folder
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, record)
