@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -44,9 +45,12 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=ids)
 def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "__example__"}
+    """And give tensors of the shapes that their comments state."""
+    namespace: dict[str, Any] = {"__name__": "__example__"}
     for block in blocks(document, "python"):
         exec(compile(block, str(document), "exec"), namespace)  # noqa: S102 - our own examples
+        for name, shape in re.findall(r"^(\w+) = .*# (\(\d[\d, ]*\))", block, re.MULTILINE):
+            assert str(tuple(namespace[name].shape)) == shape, name
 
 
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=ids)
