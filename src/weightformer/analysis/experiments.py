@@ -111,7 +111,7 @@ EXPERIMENTS = [
     Experiment(
         "stability",
         "weightformer ablate stability --workers 2",
-        "36 runs, about a CPU minute each",
+        "39 runs, about a CPU minute and a half each",
         _grid("stability"),
     ),
     Experiment(
