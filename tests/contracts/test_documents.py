@@ -101,6 +101,9 @@ def test_make_targets_and_links_exist(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
     missing = [link for link in links if not (document.parent / link).exists()]
     assert not missing, missing
+    if document.is_relative_to(ROOT / "docs"):  # the site holds no other file
+        outside = [link for link in links if not (document.parent / link).resolve().is_relative_to(ROOT / "docs")]
+        assert not outside, outside
 
 
 def test_ci_runs_lint_and_the_test_command_of_the_readme() -> None:
