@@ -165,6 +165,7 @@ def test_speed_is_that_of_the_less_favourable_run_and_memory_that_of_its_own(mea
     assert "Intel" not in finding.measured
     write(measured, "cpu_intel_t1248_1", rows=rows("throughput", 3.0, 7.0, 1.0, 0.5))
     assert "(AMD Zen 5, the slowest of 2) and 3.0 times that of fused attention" in claims._large(measured).measured
+    assert "explicit attention (Intel Xeon), the memory" in claims._large(measured).measured
     assert finding.verdict == OPEN  # the paper's hardware is another
 
 

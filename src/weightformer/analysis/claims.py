@@ -59,6 +59,10 @@ class Measurements:
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
+    def repeats(self, name: str) -> list[dict[str, Any]]:
+        """The contents of ``name_1.json``, ``name_2.json`` and so on."""
+        return [json.loads(path.read_text(encoding="utf-8")) for path in self.folder.glob(f"{name}_[0-9]*.json")]
+
     def csv(self, name: str) -> list[dict[str, str]] | None:
         """The rows of ``name.csv``; None if it was not measured."""
         path = self.folder / f"{name}.csv"
@@ -263,7 +267,7 @@ def _deep_is_local(found: Measurements) -> Finding:
 
 def _large(found: Measurements) -> Finding:
     runs = {
-        processor: [_by_model(content, "throughput") for i in range(1, 10) if (content := found.json(f"{name}_{i}"))]
+        processor: [_by_model(content, "throughput") for content in found.repeats(name)]
         for processor, name in (("AMD Zen 5", "cpu_t1248"), ("Intel Xeon", "cpu_intel_t1248"))
     }
     runs = {processor: measured for processor, measured in runs.items() if measured}
@@ -276,7 +280,7 @@ def _large(found: Measurements) -> Finding:
         times = " and ".join(
             f"{min(run[ours] / run['deit-fused'] for run in measured):.1f} times that of fused attention and "
             f"{min(run[ours] / run['deit-explicit'] for run in measured):.1f} times that of explicit attention "
-            f"({processor}, the slowest of {len(measured)})"
+            f"({processor}{f', the slowest of {len(measured)}' if len(measured) > 1 else ''})"
             for processor, measured in runs.items()
         )
         saved = 1 - used[ours] / used["deit-explicit"]

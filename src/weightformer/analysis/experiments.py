@@ -111,7 +111,7 @@ EXPERIMENTS = [
     Experiment(
         "stability",
         "weightformer ablate stability --workers 2",
-        "39 runs, about a CPU minute and a half each",
+        "39 runs, 50 to 95 CPU seconds each",
         _grid("stability"),
     ),
     Experiment(
